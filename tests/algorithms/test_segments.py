@@ -1,0 +1,78 @@
+"""Row reductions and the reverse scan on borders: rows without tokens, rows without sampled tokens, long rows."""
+
+import pytest
+import torch
+
+from vrl.algorithms import segments
+from vrl.algorithms.padded import from_padded, to_padded
+
+OFFSETS = torch.tensor([0, 0, 3, 5, 5])
+MASK = torch.tensor([True, False, True, False, False])
+
+
+def test_row_reductions_with_empty_rows():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert segments.row_sum(x, OFFSETS).tolist() == [0.0, 6.0, 9.0, 0.0]
+    assert segments.row_counts(MASK, OFFSETS).tolist() == [0, 2, 0, 0]
+    assert segments.row_mean(x, MASK, OFFSETS).tolist() == [0.0, 2.0, 0.0, 0.0]
+    assert segments.last_sampled(MASK, OFFSETS).tolist() == [-1, 2, -1, -1]
+    assert segments.spread(torch.tensor([9.0, 8.0, 7.0, 6.0]), OFFSETS, 5).tolist() == [8.0, 8.0, 8.0, 7.0, 7.0]
+
+
+def test_row_sum_passes_the_gradient_on():
+    x = torch.ones(5, requires_grad=True)
+    (segments.row_sum(x, OFFSETS) * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.97, 0.5, 0.0])
+@pytest.mark.parametrize("counts", [[1], [64], [65], [0, 128, 0, 3], [5000, 1, 63, 4097], [64 * 64, 64 * 64 + 1]])
+def test_reverse_scan_equals_loop(counts, decay):
+    x = torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = []
+    for row in x.split(counts):
+        later, out = 0.0, []
+        for value in reversed(row.tolist()):
+            later = value + decay * later
+            out.append(later)
+        expected.extend(reversed(out))
+    actual = segments.reverse_scan(x, torch.tensor(counts), decay)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+
+
+def test_reverse_scan_in_float32_keeps_its_precision():
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([20_000])
+    exact = segments.reverse_scan(x.double(), counts, 0.999)
+    torch.testing.assert_close(segments.reverse_scan(x, counts, 0.999).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_whiten_of_few_or_equal_values_is_zero():
+    x = torch.tensor([3.0, 0.7, 0.7, 0.7, float("nan")])
+    assert segments.whiten(x, torch.tensor([False, True, True, True, False])).tolist() == [0.0] * 5
+    assert segments.whiten(x, torch.tensor([True, False, False, False, False])).tolist() == [0.0] * 5
+    assert segments.whiten(x, torch.zeros(5, dtype=torch.bool)).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (torch.tensor([0, 3]), "run from 0 to the 5 tokens"),
+        (torch.tensor([1, 5]), "run from 0 to the 5 tokens"),
+        (torch.tensor([0, 4, 2, 5]), "go down at row 1: 4 to 2"),
+    ],
+)
+def test_wrong_offsets_are_refused(offsets, message):
+    with pytest.raises(ValueError, match=message):
+        segments.check_offsets(offsets, 5)
+
+
+def test_padded_and_back():
+    x = torch.arange(6.0).reshape(2, 3)
+    flat, offsets = from_padded(x)
+    assert torch.equal(to_padded(flat, offsets), x)
+    assert to_padded(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1, 3]), fill=-1.0).tolist() == [
+        [-1.0, -1.0],
+        [1.0, -1.0],
+        [2.0, 3.0],
+    ]

@@ -1,0 +1,193 @@
+"""Rules across keys: each fault is named with its numbers and a value that would do."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from vrl.protocol.config.builder import build
+from vrl.protocol.config.keys import key_types
+from vrl.protocol.config.ranges import LIMITS
+from vrl.protocol.config.rules import KnownNames, Machine, check, check_heads, heads_fit, largest_divisor
+from vrl.protocol.config.schema import Config
+from vrl.protocol.errors import ConfigError
+
+NAMES = KnownNames(
+    adv_estimators={"gae", "grpo"},
+    policy_losses={"vanilla", "gspo"},
+    loss_agg_modes={"token-mean", "seq-mean-token-mean"},
+    kl_estimators={"kl", "low_var_kl"},
+    reward_managers={"naive"},
+    loggers={"console", "tensorboard", "wandb"},
+)
+GOOD = {
+    "data.train_files": ["a.parquet"],
+    "data.val_files": ["b.parquet"],
+    "data.train_batch_size": 16,
+    "actor_rollout_ref.model.path": "models/m",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+    "actor_rollout_ref.rollout.n": 8,
+    "algorithm.adv_estimator": "grpo",
+    "trainer.n_gpus_per_node": 8,
+}
+
+
+def config_with(changes: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {}
+    for key, value in (copy.deepcopy(GOOD) | changes).items():
+        *sections, name = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return build(values)
+
+
+def faults(changes: dict[str, Any], machine: Machine | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(config_with(changes), NAMES, machine)
+    return str(error.value)
+
+
+def test_a_good_config_passes_without_a_word():
+    assert check(config_with({}), NAMES, Machine(gpus=8, cores=64)) == ()
+
+
+R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+FAULTS = [
+    ({"data.train_batch_size": 20}, ["train_batch_size=20", "ppo_mini_batch_size=8", "set", "ppo_mini_batch_size=5"]),
+    ({f"{A}.ppo_mini_batch_size": 256}, ["train_batch_size=16", "ppo_mini_batch_size=256", "ppo_mini_batch_size=16"]),
+    (
+        {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 6},
+        ["critic.ppo_mini_batch_size=6", "train_batch_size=16", "critic.ppo_mini_batch_size=4"],
+    ),
+    (
+        {f"{R}.tensor_model_parallel_size": 3},
+        ["parallel_size=3", "8 ranks", "parallel_size=2"],
+    ),
+    ({f"{A}.ulysses_sequence_parallel_size": 16}, ["=16", "8 ranks", "ulysses_sequence_parallel_size=8"]),
+    ({f"{A}.fsdp_config.fsdp_size": 5}, ["fsdp_size=5", "8 ranks", "fsdp_size=4"]),
+    ({f"{R}.name": "hf", f"{R}.tensor_model_parallel_size": 2}, ["name=hf", "tensor_model_parallel_size=1"]),
+    ({f"{R}.max_model_len": 1000}, ["512", "1024 tokens", "max_model_len=1000", "max_model_len=1024"]),
+    (
+        {f"{R}.enable_chunked_prefill": False, f"{R}.max_num_batched_tokens": 1000},
+        ["max_num_batched_tokens=1000", "1024 tokens", "max_num_batched_tokens=1024"],
+    ),
+    ({"actor_rollout_ref.model.min_pixels": 9, "actor_rollout_ref.model.max_pixels": 4}, ["9", "max_pixels=4"]),
+    ({f"{R}.temperature": 0.0}, ["temperature=0.0", "more than 0", "1.0"]),
+    ({f"{R}.temperature": 3.0}, ["temperature=3.0", "at most 2"]),
+    ({f"{R}.val_kwargs.temperature": -1.0}, ["val_kwargs.temperature=-1.0", "0 (greedy)"]),
+    ({f"{R}.top_p": 0.9}, ["top_p=0.9", "set top_p=1", "rollout_correction"]),
+    ({f"{R}.top_k": 50}, ["top_k=50", "top_k=-1", "rollout_correction"]),
+    ({f"{A}.clip_ratio_c": 1.0}, ["clip_ratio_c=1.0", "more than 1", "3.0"]),
+    ({f"{A}.clip_ratio": 1.5}, ["clip_ratio=1.5", "less than 1"]),
+    ({"algorithm.adv_estimator": "gae", "critic.enable": False}, ["adv_estimator=gae", "critic.enable=False", "null"]),
+    ({"trainer.critic_warmup": 3}, ["critic_warmup=3", "adv_estimator=grpo", "critic_warmup=0"]),
+    ({f"{A}.use_dynamic_bsz": False}, ["use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"]),
+    ({"actor_rollout_ref.model.path": ""}, ["actor_rollout_ref.model.path is empty"]),
+    ({"data.train_files": []}, ["data.train_files is empty"]),
+    ({"data.val_files": [], "trainer.test_freq": 5}, ["test_freq=5", "data.val_files is empty"]),
+    ({"data.val_files": [], "trainer.val_only": True}, ["val_only=True", "data.val_files is empty"]),
+    ({"data.custom_cls.path": "a.py"}, ["data.custom_cls.name"]),
+    ({"warm_start.enable": True}, ["warm_start.files"]),
+    ({"trainer.resume_mode": "resume_path"}, ["resume_from_path", "global_step_N"]),
+    ({"trainer.resume_from_path": "x"}, ["resume_from_path=x", "resume_mode=auto", "resume_path"]),
+    ({"algorithm.filter_groups.enable": True}, ["filter_groups.enable", "not supported"]),
+    ({"reward_model.enable": True}, ["reward_model.enable", "not supported"]),
+    ({"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (off, all), 1 or more"]),
+    ({"trainer.test_freq": -5}, ["trainer.test_freq=-5"]),
+    ({f"{A}.optim.lr": -1.0}, ["optim.lr=-1.0", "0 or more"]),
+    ({f"{A}.optim.lr": float("nan")}, ["optim.lr=nan"]),
+    ({f"{A}.optim.betas": [0.9, 1.0]}, ["betas=[0.9, 1.0]", "below 1"]),
+    ({f"{R}.gpu_memory_utilization": 1.2}, ["gpu_memory_utilization=1.2", "at most 1"]),
+    ({"algorithm.gamma": 1.1}, ["algorithm.gamma=1.1", "from 0 to 1"]),
+    ({"data.prompt_key": ""}, ["data.prompt_key"]),
+    ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo"]),
+    ({f"{A}.loss_agg_mode": "mean"}, ["loss_agg_mode=mean", "seq-mean-token-mean, token-mean"]),
+    ({f"{A}.policy_loss.loss_mode": "x"}, ["loss_mode=x", "gspo, vanilla"]),
+    ({f"{A}.kl_loss_type": "k9"}, ["kl_loss_type=k9", "kl, low_var_kl"]),
+    ({"algorithm.kl_penalty": "k9"}, ["kl_penalty=k9"]),
+    ({"trainer.logger": ["console", "swanlab"]}, ["trainer.logger=swanlab", "console, tensorboard, wandb"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), FAULTS, ids=lambda value: next(iter(value)) if value else "")
+def test_a_fault_is_named_with_numbers_and_a_way_out(changes: dict[str, Any], parts: list[str]):
+    message = faults(changes)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_all_faults_are_said_at_once():
+    message = faults({f"{R}.temperature": 0.0, f"{A}.clip_ratio_c": 0.5, "trainer.logger": ["x"]})
+    assert len(message.splitlines()) == 3
+
+
+def test_rows_need_not_divide_by_the_ranks():
+    odd = {"data.train_batch_size": 7, f"{A}.ppo_mini_batch_size": 7, f"{R}.n": 3}
+    assert check(config_with(odd), NAMES) == ()
+
+
+WARNINGS = [
+    ({f"{R}.n": 1}, ["adv_estimator=grpo", "rollout.n=1", "n=8"]),
+    ({"critic.enable": True}, ["critic.enable=True", "adv_estimator=grpo"]),
+    ({f"{A}.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, ["use_kl_loss", "use_kl_in_reward"]),
+    ({"data.train_batch_size": 1, f"{A}.ppo_mini_batch_size": 1, f"{R}.n": 2}, ["2 rows", "8 ranks"]),
+    ({f"{A}.ppo_max_token_len_per_gpu": 1000}, ["1024 tokens", "1000", "alone"]),
+    ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, ["ppo_micro_batch_size_per_gpu=4 has no effect", "use_dynamic_bsz"]),
+    ({"trainer.nnodes": 2}, ["nnodes=2", "ray_kwargs.ray_init.address=auto"]),
+    ({"data.val_files": []}, ["data.val_files is empty"]),
+    ({"data.gen_batch_size": 4}, ["gen_batch_size"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), WARNINGS, ids=lambda value: next(iter(value)) if value else "")
+def test_what_is_odd_but_possible_is_a_warning(changes: dict[str, Any], parts: list[str]):
+    (warning,) = check(config_with(changes), NAMES)
+    assert [part for part in parts if part not in warning] == []
+
+
+def test_sequence_parallel_ranks_share_the_token_budget():
+    changes = {f"{A}.ppo_max_token_len_per_gpu": 600, f"{A}.ulysses_sequence_parallel_size": 2}
+    assert check(config_with(changes), NAMES) == ()
+
+
+def test_the_machine_must_have_what_is_asked_for():
+    assert "machine has 2 GPUs: set it to 2" in faults({}, Machine(gpus=2, cores=64))
+    assert "no GPU: set trainer.device=cpu" in faults({"trainer.device": "cuda"}, Machine(gpus=0, cores=2))
+    (warning,) = check(config_with({}), NAMES, Machine(gpus=0, cores=2))
+    assert "8 ranks" in warning
+    assert "2 cores" in warning
+    assert check(config_with({"trainer.device": "cpu"}), NAMES, Machine(gpus=1, cores=64)) == ()
+
+
+@pytest.mark.parametrize(
+    ("query", "kv", "fit", "misfit"),
+    [(28, 4, (1, 2, 4, 28), (3, 7, 8)), (40, 8, (1, 8, 40), (16, 5)), (14, 2, (1, 2, 14), (4, 7))],
+)
+def test_heads_and_parallel_size(query: int, kv: int, fit: tuple[int, ...], misfit: tuple[int, ...]):
+    key = f"{A}.ulysses_sequence_parallel_size"
+    for size in fit:
+        check_heads(query, kv, size, key)
+    for size in misfit:
+        with pytest.raises(ConfigError) as error:
+            check_heads(query, kv, size, key)
+        assert f"{key}={size} does not fit a model with {query} query and {kv} key-value heads" in str(error.value)
+        assert not heads_fit(query, kv, size)
+
+
+def test_largest_divisor():
+    assert [largest_divisor(20, limit) for limit in (1, 3, 8, 20, 99)] == [1, 2, 5, 20, 20]
+
+
+def test_every_key_with_a_range_is_a_setting():
+    assert [key for keys, _, _ in LIMITS for key in keys if key not in key_types()] == []
+
+
+def test_every_number_has_a_range():
+    numbers = {key for key, kind in key_types().items() if kind in (int, float, int | None, float | None)}
+    ruled = {
+        f"{A}.clip_ratio_c",
+        f"{R}.temperature",
+        f"{R}.val_kwargs.temperature",
+    }
+    assert numbers - {key for keys, _, _ in LIMITS for key in keys} == ruled

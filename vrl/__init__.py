@@ -1,0 +1,1 @@
+"""Reinforcement learning for language and vision-language agents."""

@@ -1,0 +1,1 @@
+"""Episodes: environments, tools, memory, rewards and the turn loop. Needs no engine, no Ray and no torch."""

@@ -1,0 +1,74 @@
+"""The program of one reward process: `python -m vrl.agent.rewards.process PARENT_PID`, started by `pool`.
+
+Standard input is a socket to the pool. The first frame is the spec; the answer says what went wrong with it, if
+anything did. Then requests are answered one by one until the socket closes. The process never imports torch (unless a
+user's file does); user code sees an empty standard input and prints to standard error.
+"""
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from dataclasses import asdict
+
+from vrl.agent.rewards.scoring import make_scorer
+from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
+from vrl.agent.rewards.wire import frame, read_frame
+from vrl.protocol.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Serve the pool until it is gone."""
+    _die_with_parent(int(sys.argv[1]))
+    connection = _take_standard_input()
+    spec_payload = read_frame(connection)
+    if spec_payload is None:
+        return
+    spec: RewardSpec = pickle.loads(spec_payload)
+    try:
+        scorer = make_scorer(spec)
+    except ConfigError as error:
+        connection.sendall(frame(json.dumps({"error": str(error)}).encode()))
+        return
+    connection.sendall(frame(json.dumps({"error": None}).encode()))
+    while (payload := read_frame(connection)) is not None:
+        request: RewardRequest = pickle.loads(payload)
+        connection.sendall(frame(_encode(scorer(request))))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process with its parent: a function that hangs would never see the socket close."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request was made
+        sys.exit(1)
+
+
+def _take_standard_input() -> socket.socket:
+    """Return the socket that came as standard input, out of the reach of user code and of its child processes."""
+    connection = socket.socket(fileno=os.dup(0))  # not inherited by children
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return connection
+
+
+def _encode(score: Score) -> bytes:
+    try:
+        answer = json.dumps(asdict(score)).encode()
+    except ValueError as error:  # an integer of thousands of digits
+        return json.dumps(asdict(Score.failed("bad value", f"extra values cannot be kept: {error}"))).encode()
+    if len(answer) > _MAX_ANSWER_BYTES:
+        large = Score.failed("bad value", f"extra values of {len(answer)} bytes, at most {_MAX_ANSWER_BYTES} are kept")
+        return json.dumps(asdict(large)).encode()
+    return answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Worker groups: the processes of a pool, and each role in them as one object whose methods run on all ranks.
+
+The driver calls `group.call(method, batch, ...)`; the method's own declaration says how rows are cut and joined.
+
+    driver --share of rows--> rank 0..n-1 (WorkerHost: actor, critic, reference, rollout in one process)
+           <--rows, metrics--
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from vrl.controller.resource_pool import ResourcePool, free_port
+from vrl.protocol.columns import INPUT_IDS, MINI_BATCH
+from vrl.protocol.config.schema import Config
+from vrl.protocol.dataproto import DataProto, concat
+from vrl.protocol.dispatch import (
+    Dispatch,
+    MethodSpec,
+    check_columns,
+    method_spec,
+    mini_batch_shares,
+    row_shares,
+)
+from vrl.protocol.errors import ConfigError, DataError, WorkerError
+from vrl.protocol.metrics import reduce_metrics
+from vrl.workers.host import ROLE_CLASSES, RunLength, WorkerHost
+from vrl.workers.process import RankPlace, environment
+
+_LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 5.0
+
+
+@final
+class ProcessGroup:
+    """The worker processes of one pool."""
+
+    def __init__(self, pool: ResourcePool, config: Config) -> None:
+        self.pool = pool
+        self._config = config
+        spec = pool.spec
+        device = "cuda" if spec.gpus else "cpu"
+        env = dict(environment(device, spec.cpus_per_rank))
+        host = ray.remote(WorkerHost)
+        address, port = _rendezvous(pool)
+        self.handles: list[ActorHandle] = []
+        for rank in range(spec.world_size):
+            group, bundle = pool.place(rank)
+            place = RankPlace(
+                rank=rank,
+                world_size=spec.world_size,
+                local_rank=rank % spec.ranks_per_node,
+                local_world_size=spec.ranks_per_node,
+                master_address=address,
+                master_port=port,
+                device=device,
+                cores=_cores(rank % spec.ranks_per_node, spec.cpus_per_rank) if not spec.gpus else (),
+                threads=spec.cpus_per_rank,
+            )
+            options = host.options(
+                num_cpus=spec.cpus_per_rank,
+                num_gpus=1 if spec.gpus else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+                runtime_env={"env_vars": env},
+                max_restarts=0,
+            )
+            self.handles.append(options.remote(place, config))
+
+    def build(self, roles: Sequence[str], length: RunLength) -> dict[str, "WorkerGroup"]:
+        """Build roles in every process, in order; return a handle for each."""
+        self.gather([handle.build.remote(list(roles), length) for handle in self.handles], f"building {', '.join(roles)}")
+        return {role: WorkerGroup(self, role) for role in roles}
+
+    def gather(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """Return all results in rank order; the first failure ends the wait at once.
+
+        The other ranks may then stand in a collective for good, so a failed call means the end of the run.
+        """
+        index = {ref: rank for rank, ref in enumerate(refs)}
+        results: list[Any] = [None] * len(refs)
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
+            for ref in done:
+                results[index[ref]] = _result(ref, index[ref], what)
+        return results
+
+    def close(self) -> None:
+        """End all processes, in order where they still answer."""
+        try:
+            ray.wait([handle.close.remote() for handle in self.handles], num_returns=len(self.handles), timeout=10.0)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        for handle in self.handles:
+            ray.kill(handle)
+        self.pool.release()
+
+
+@final
+class WorkerGroup:
+    """One role on all ranks of a process group."""
+
+    def __init__(self, processes: ProcessGroup, role: str) -> None:
+        self._processes = processes
+        self._class = ROLE_CLASSES[role]
+        self.role = role
+
+    @property
+    def world_size(self) -> int:
+        return len(self._processes.handles)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a registered method on all ranks.
+
+        The first argument of a row method is the batch. Rows come back in the caller's order; metrics are merged.
+        """
+        spec = method_spec(self._class, method)
+        if spec.dispatch is Dispatch.ALL:
+            return self._gather(method, [arguments] * self.world_size)
+        batch, *others = arguments
+        check_columns(spec, batch)
+        if spec.dispatch is Dispatch.ROWS:
+            return self._rows(spec, method, batch, others)
+        return self._mini_batches(method, batch, others)
+
+    def _rows(self, spec: MethodSpec, method: str, batch: DataProto, others: list[Any]) -> DataProto:
+        shares = row_shares(batch.ragged(INPUT_IDS).lengths.tolist(), self.world_size)
+        parts = self._gather(method, [(batch.rows(share), *others) for share in shares])
+        order = torch.tensor([row for share in shares for row in share])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        filled = [part for part in parts if len(part)]
+        result = concat(filled).rows(back)
+        absent = set(spec.returns) - result.names()
+        if absent:
+            raise WorkerError(f"{spec.name} declares that it returns {sorted(absent)}, but did not")
+        return result
+
+    def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> dict[str, float]:
+        lengths = batch.ragged(INPUT_IDS).lengths.tolist()
+        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.world_size)
+        slim = batch.drop([MINI_BATCH])
+        return reduce_metrics(
+            self._gather(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
+        )
+
+    def _gather(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        refs = [
+            handle.call.remote(self.role, method, *given)
+            for handle, given in zip(self._processes.handles, arguments, strict=True)
+        ]
+        return self._processes.gather(refs, f"{self.role}.{method}")
+
+
+def _result(ref: Any, rank: int, what: str) -> Any:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigError | DataError):
+            raise cause from error
+        raise WorkerError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}\n{error}") from error
+    except RayActorError as error:
+        raise WorkerError(
+            f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): {error}"
+        ) from error
+
+
+def _rendezvous(pool: ResourcePool) -> tuple[str, int]:
+    """Return address and port of rank 0's machine for the process group."""
+    if pool.spec.nodes == 1:
+        return "127.0.0.1", free_port()
+    group, bundle = pool.place(0)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    probe = ray.remote(_address_and_port).options(num_cpus=0, scheduling_strategy=strategy)
+    return ray.get(probe.remote())
+
+
+def _address_and_port() -> tuple[str, int]:
+    return ray.util.get_node_ip_address(), free_port()
+
+
+def _cores(local_rank: int, count: int) -> tuple[int, ...]:
+    """Return the cores of a rank: neighbours, in the order the machine allows them; all when there are too few."""
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[local_rank * count : (local_rank + 1) * count]
+    return tuple(chosen) if len(chosen) == count else ()
+
+
+def start_ray(config: Config) -> None:
+    """Start Ray here, or join the cluster of `ray_kwargs.ray_init.address`."""
+    settings = config.ray_kwargs.ray_init
+    begin = time.perf_counter()
+    options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.ERROR, "include_dashboard": False}
+    if settings.address is not None:
+        ray.init(address=settings.address, **{k: v for k, v in options.items() if k != "include_dashboard"})
+    else:
+        ranks = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
+        cpus = settings.num_cpus or max(ranks + 1, len(os.sched_getaffinity(0)))
+        ray.init(num_cpus=cpus, object_store_memory=_OBJECT_STORE_BYTES, **options)
+    _LOG.info("Ray is up after %.1f s", time.perf_counter() - begin)
+
+
+_OBJECT_STORE_BYTES = 512 * 2**20  # batches pass through; the default of 30 % of memory is far too much on a laptop

@@ -1,0 +1,1 @@
+"""Hugging Face models: loading, packed forward, heads, the renderer, tiny models."""

@@ -1,0 +1,131 @@
+"""Self-attention of packed rows without a T x T mask: one registered attention function for text and vision layers.
+
+Rows of different length stand behind one another in a sequence; each may look only at itself. On a GPU in half precision
+torch's variable-length flash kernel does it. Elsewhere each run of equally long neighbours is one call. (Padding rows of
+similar length to a common width was measured, too: on a CPU the padding costs more than the calls it saves.)
+`packing.pack` makes the plans, `backbone` passes them along, `loading` selects the function by its name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+VARLEN_ATTENTION: Final = "vrl_varlen"
+# Qwen2.5-VL's vision blocks hand a function whole sequences with their bounds only if "flash" is in its name; others are
+# called once per window, hundreds of times an image.
+VARLEN_VISION_ATTENTION: Final = "vrl_varlen_flash"
+PLANS_KEYWORD: Final = "vrl_plans"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring rows of equal width: they run as one call."""
+
+    rows: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens."""
+        return self.rows * self.width
+
+
+@final
+class AttentionPlans:
+    """How one packed batch is attended to: the runs of its rows, and those of each set of vision windows, made once.
+
+    Made by `packing.pack`; travels through the model's keyword arguments to every layer.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.rows = plan_runs(lengths)
+        # The tensor is kept beside its plan so that its id cannot be given to another one.
+        self._windows: dict[int, tuple[Tensor, tuple[Run, ...]]] = {}
+
+    def windows(self, cu_seqlens: Int[Tensor, " N"]) -> tuple[Run, ...]:
+        """Return the runs of a vision tower's windows or images."""
+        key = id(cu_seqlens)
+        if key not in self._windows:
+            self._windows[key] = (cu_seqlens, plan_runs(cu_seqlens.diff().tolist()))
+        return self._windows[key][1]
+
+
+def plan_runs(lengths: Sequence[int]) -> tuple[Run, ...]:
+    """Join neighbours of equal length; rows without a token are left out."""
+    return tuple(Run(len(list(same)), width) for width, same in groupby(n for n in lengths if n))
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 KV T D"],
+    value: Float[Tensor, "1 KV T D"],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T H D"], None]:
+    """Attend within each row of a packed sequence; transformers calls this in every layer.
+
+    Reads from `kwargs`: `vrl_plans` (AttentionPlans), `cu_seq_lens_q` (int32 `[B+1]`), `max_length_q`, `scaling`,
+    `is_causal` (False in vision blocks) and `sliding_window`.
+
+    Raises:
+        ValueError: called without plans or with something that it does not implement (mask, dropout, sinks, soft cap).
+    """
+    plans = kwargs.get(PLANS_KEYWORD)
+    if plans is None or attention_mask is not None:
+        raise ValueError(
+            f"attention {VARLEN_ATTENTION!r} runs packed batches only (keyword {PLANS_KEYWORD}, no mask); "
+            "load the model with attn='sdpa' to call it in another way"
+        )
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown or kwargs.get("dropout"):
+        raise ValueError(f"attention {VARLEN_ATTENTION!r} does not implement {', '.join(unknown) or 'dropout'}")
+    causal = kwargs.get("is_causal") is not False
+    window = kwargs.get("sliding_window") if causal else None
+    cu_seqlens = kwargs["cu_seq_lens_q"]
+    scale = kwargs.get("scaling")
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        longest = kwargs["max_length_q"]
+        reach = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
+        grouped = q.shape[1] != k.shape[1]
+        out = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=reach, enable_gqa=grouped
+        )
+        return out[None], None
+    runs = plans.rows if causal else plans.windows(cu_seqlens)
+    # One split, not a slice a run: the backward pass of a slice fills a whole sequence with zeros.
+    pieces = zip(*(x.split([run.size for run in runs], dim=2) for x in (query, key, value)), strict=True)
+    parts = [_attend(run, piece, scale, causal=causal, window=window) for run, piece in zip(runs, pieces, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
+
+
+def _attend(
+    run: Run, piece: tuple[Tensor, Tensor, Tensor], scale: float | None, *, causal: bool, window: int | None
+) -> Float[Tensor, "1 N H D"]:
+    q, k, v = piece
+    grouped = q.shape[1] != k.shape[1]
+    if run.rows > 1:
+        q, k, v = (x[0].unflatten(1, (run.rows, run.width)).transpose(0, 1) for x in piece)
+    mask = None
+    if window is not None and window < run.width:
+        step = torch.arange(run.width, device=q.device)
+        distance = step[:, None] - step
+        mask = (distance >= 0) & (distance < window)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=grouped
+    ).transpose(1, 2)
+    return out.reshape(1, run.size, *out.shape[2:]) if run.rows > 1 else out
+
+
+AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
+AttentionInterface.register(VARLEN_VISION_ATTENTION, varlen_attention)

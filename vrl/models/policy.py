@@ -1,0 +1,114 @@
+"""The policy: a causal language model (with or without images) that returns log-probs of a packed batch.
+
+Actor and reference wrap a model in it, shard `decoder_layers()`, `vision_blocks()` and the policy itself with FSDP2, and
+call it. Everything down to the log-probs happens inside `forward`, because only there are the root's parameters
+(embeddings and head) whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vrl.models import backbone
+from vrl.models.packing import PackedBatch
+from vrl.models.token_log_probs import token_log_probs
+
+BAN_SHIFT: Final = -100.0  # vLLM's lowest logit_bias; added to a logit, it is no minus infinity
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenOutputs:
+    """`log_probs[t]` and `entropy[t]` (nats) belong to token t given the tokens before it; 0 where they were not asked for."""
+
+    log_probs: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"] | None
+
+
+@final
+class CausalPolicy(nn.Module):
+    """A Hugging Face causal language model or Qwen2.5-VL, behind log-probs of packed rows."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        banned_ids: Sequence[int] = (),
+        want_entropy: bool = False,
+        chunk_tokens: int = 1024,
+        positions: Bool[Tensor, " T"] | None = None,
+    ) -> TokenOutputs:
+        """Return log-probs under the distribution the engine samples from: `log_softmax((logits + ban) / temperature)`.
+
+        Args:
+            packed: the rows.
+            temperature: of sampling; > 0.
+            banned_ids: tokens whose logits are lowered by 100, as in the engine.
+            want_entropy: return the entropy of the same distribution, too. It costs no memory.
+            chunk_tokens: tokens whose logits exist at a time.
+            positions: the tokens whose log-probs are wanted; all by default. The first token of a row never has one.
+        """
+        hidden = backbone.hidden_states(self.hf.base_model, packed)
+        wanted = backbone.follows(packed)
+        if positions is not None:
+            wanted = wanted & positions
+        index = wanted.nonzero()[:, 0]
+        head = self.hf.get_output_embeddings()
+        log_probs, entropy = token_log_probs(
+            hidden[index - 1],
+            (head.weight, head.bias),
+            packed.input_ids[index],
+            shift=_ban(banned_ids, head.weight),
+            temperature=temperature,
+            want_entropy=want_entropy,
+            chunk_tokens=chunk_tokens,
+        )
+        zeros = log_probs.new_zeros(len(packed.input_ids))
+        return TokenOutputs(
+            log_probs=zeros.index_put((index,), log_probs),
+            entropy=None if entropy is None else zeros.index_put((index,), entropy),
+        )
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Return the decoder's layers, to shard one by one."""
+        return backbone.decoder_layers(self.hf.base_model)
+
+    def vision_blocks(self) -> Sequence[nn.Module]:
+        """Return the vision tower's blocks; none for text models."""
+        return backbone.vision_blocks(self.hf.base_model)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter once under its Hugging Face state-dict name; a tied head comes as the embedding only."""
+        yield from self.hf.named_parameters()
+
+    def save_pretrained(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write config and weights as a Hugging Face folder (no tokenizer: `HFRenderer.save_pretrained` does that).
+
+        Args:
+            folder: made when missing.
+            weights: full tensors by the names of `hf_named_parameters` (gathered from shards); the model's own by default.
+        """
+        if weights is None:
+            weights = dict(self.hf_named_parameters())
+        self.hf.save_pretrained(folder, state_dict={name: tensor.detach().cpu() for name, tensor in weights.items()})
+
+
+def _ban(banned_ids: Sequence[int], weight: Tensor) -> Float[Tensor, " V"] | None:
+    if not banned_ids:
+        return None
+    if not 0 <= min(banned_ids) <= max(banned_ids) < len(weight):
+        raise ValueError(f"banned_ids {tuple(banned_ids)} go beyond the vocabulary of {len(weight)} tokens")
+    shift = torch.zeros(len(weight), device=weight.device)
+    shift[list(banned_ids)] = BAN_SHIFT
+    return shift

@@ -1,0 +1,239 @@
+"""The Renderer of a Hugging Face tokenizer or processor: chat messages to token ids, image placeholders, text back.
+
+Built by `load_renderer`; data, agent and workers get it as the port of `protocol.ports`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from jinja2 import TemplateError
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from vrl.models.images import ImageCache, ImageRule, decode_image, rule_of
+from vrl.models.loading import read_config
+from vrl.models.qwen2_5_vl.backbone import MODEL_TYPE as QWEN2_5_VL
+from vrl.models.qwen2_5_vl.positions import mrope_positions
+from vrl.protocol.errors import ConfigError, DataError
+from vrl.protocol.trajectory import content_key
+
+IMAGE_MARK: Final = "<image>"
+_VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+_REMEMBERED_SIZES: Final = 65536
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """The image side of a vision-language model's tokens."""
+
+    processor: ProcessorMixin
+    rule: ImageRule
+    image_id: int
+    video_id: int
+
+
+@final
+class HFRenderer:
+    """See `protocol.ports.Renderer`. Text that spells a special token becomes that token, as in the chat template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str, eos_ids: tuple[int, ...], vision: Vision | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._vision = vision
+        self._grids: OrderedDict[str, tuple[int, int, int]] = OrderedDict()
+        self.eos_ids = eos_ids
+        self.pad_id = eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        vocabulary = tokenizer.get_vocab()
+        banned = {vocabulary[token] for token in _VISION_TOKENS if token in vocabulary} if vision else set()
+        self.banned_ids = tuple(sorted(banned))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return prompt ids with the generation prompt; each image mark or part becomes one placeholder id.
+
+        In string content of all but assistant messages, `<image>` stands for an image (vision-language models only).
+
+        Raises:
+            DataError: the chat template refuses the messages.
+        """
+        prepared = [self._prepare(message) for message in messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                prepared,
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except TemplateError as error:
+            roles = [message.get("role") for message in messages]
+            raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+    def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """Return ids with each image placeholder repeated to the number of its visual tokens.
+
+        Raises:
+            DataError: marks and images differ in number, an image cannot be used, or the model takes none.
+        """
+        vision = self._vision
+        if vision is None:
+            if images:
+                raise DataError(f"{len(images)} images for a model that takes text only")
+            return list(ids)
+        marks = sum(token == vision.image_id for token in ids)
+        if marks != len(images):
+            raise DataError(
+                f"the prompt has {marks} image marks but {len(images)} images; give one {IMAGE_MARK} an image, "
+                "and no image token spelled out in the text"
+            )
+        if vision.video_id in ids:
+            raise DataError("the prompt holds a video token; videos are not supported, take it out of the text")
+        counts = iter([vision.rule.tokens(self._grid(vision, data)) for data in images])
+        expanded: list[int] = []
+        for token in ids:
+            expanded.extend([token] * (next(counts) if token == vision.image_id else 1))
+        return expanded
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Return the text of ids; special tokens are left out unless asked for."""
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+        )
+
+    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> list[list[int]] | None:
+        """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
+        vision = self._vision
+        if vision is None:
+            return None
+        grids = [self._grid(vision, data) for data in images]
+        merge = vision.rule.merge_size
+        return mrope_positions(ids, grids, image_token_id=vision.image_id, merge_size=merge).tolist()
+
+    def image_cache(self, max_bytes: int) -> ImageCache | None:
+        """Return a new cache of patches under this renderer's pixel limits; None for text models."""
+        return None if self._vision is None else ImageCache(self._vision.processor.image_processor, max_bytes)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write tokenizer, chat template and image processor (with this renderer's pixel limits) beside a saved model."""
+        (self._tokenizer if self._vision is None else self._vision.processor).save_pretrained(folder)
+
+    def _grid(self, vision: Vision, data: bytes) -> tuple[int, int, int]:
+        """Return an image's grid; decodes each distinct image once, which also proves that it can be decoded."""
+        key = content_key(data)
+        grid = self._grids.pop(key, None)
+        if grid is None:
+            image = decode_image(data)
+            grid = vision.rule.grid(image.height, image.width)
+        self._grids[key] = grid
+        if len(self._grids) > _REMEMBERED_SIZES:
+            self._grids.popitem(last=False)
+        return grid
+
+    def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Turn image marks into typed parts and leave image payloads out: the template needs only their places."""
+        content = message.get("content")
+        if isinstance(content, str):
+            if self._vision is None or message.get("role") == "assistant" or IMAGE_MARK not in content:
+                return dict(message)
+            parts: list[dict[str, Any]] = []
+            for number, text in enumerate(content.split(IMAGE_MARK)):
+                if number:
+                    parts.append({"type": "image"})
+                if text:
+                    parts.append({"type": "text", "text": text})
+            return {**message, "content": parts}
+        if content is None:
+            return dict(message)
+        typed = [_typed(part) for part in content]
+        if all(part["type"] == "text" for part in typed):
+            return {**message, "content": "".join(part["text"] for part in typed)}
+        return {**message, "content": typed}
+
+
+def _typed(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind in ("image", "image_url"):
+        return {"type": "image"}
+    raise DataError(f"a message part of type {kind!r} is not supported; use text and image parts")
+
+
+def load_renderer(
+    path: str | Path,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> HFRenderer:
+    """Load the renderer of a model folder or hub name.
+
+    Args:
+        path: the model.
+        min_pixels: smaller images are enlarged to this; the model's own limit by default.
+        max_pixels: larger images are made smaller to this; the model's own limit by default.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        DataError: no tokenizer, chat template, end token or image processor there, naming the path.
+    """
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    is_vision = config.model_type == QWEN2_5_VL
+    auto = AutoProcessor if is_vision else AutoTokenizer
+    try:
+        loaded = auto.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # what a missing file becomes varies
+        what = "tokenizer and image processor" if is_vision else "tokenizer"
+        raise DataError(f"{path} has no usable {what}: {str(error).strip().splitlines()[0]}") from error
+    tokenizer = loaded.tokenizer if is_vision else loaded
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # transformers makes up an empty one
+        raise DataError(f"{path} has no usable tokenizer: no vocabulary was found")
+    template = loaded.chat_template or tokenizer.chat_template
+    if not isinstance(template, str):
+        raise DataError(f"{path} has no chat template; take an instruct model or add chat_template.jinja")
+    vision = None
+    if is_vision:
+        _set_limits(loaded.image_processor, min_pixels, max_pixels)
+        vision = Vision(
+            processor=loaded,
+            rule=rule_of(loaded.image_processor),
+            image_id=config.image_token_id,
+            video_id=config.video_token_id,
+        )
+    return HFRenderer(tokenizer, template, _eos_ids(path, tokenizer, config), vision)
+
+
+def _set_limits(processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None) -> None:
+    low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+    low, high = min_pixels or low, max_pixels or high
+    if not 0 < low <= high:
+        raise ConfigError(f"min_pixels={low} and max_pixels={high} leave no image size")
+    processor.size = {"shortest_edge": low, "longest_edge": high}
+
+
+def _eos_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return every token that ends a turn: the tokenizer's first, then those of the generation config."""
+    try:
+        generation = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        generation = config.get_text_config().to_dict().get("eos_token_id")
+    ids: list[int] = []
+    for source in (tokenizer.eos_token_id, generation):
+        for token in source if isinstance(source, list) else [source]:
+            if token is not None and token not in ids:
+                ids.append(int(token))
+    if not ids:
+        raise DataError(f"{path} names no end token, neither in its tokenizer nor in its generation config")
+    return tuple(ids)

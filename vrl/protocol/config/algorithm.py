@@ -1,0 +1,75 @@
+"""Settings of advantage, KL and reward (`algorithm.*`, `reward_model.*`, `custom_reward_function.*`)."""
+
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from vrl.protocol.config.model import OpenDict
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlCtrlConfig:
+    """The coefficient of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: follows target_kl
+    kl_coef: float = 0.001  # nats to reward
+    horizon: int = 10000  # rows over which an adaptive coefficient doubles or halves
+    target_kl: float = 0.1  # nats, adaptive only
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterGroupsConfig:
+    """DAPO: groups whose rewards are all equal are drawn again."""
+
+    enable: bool = False  # on or off
+    metric: str | None = None  # what must differ in a group: acc, score, seq_reward, seq_final_reward
+    max_num_gen_batches: int = 0  # draws a step; 0: no bound
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutCorrectionConfig:
+    """Importance weights between the engine that sampled and the learner."""
+
+    rollout_is: Literal["token", "sequence"] | None = None  # level of the weights; null: off
+    rollout_is_threshold: float = 2.0  # largest weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """From scores to advantages."""
+
+    adv_estimator: str = "gae"  # name in the registry of advantage estimators
+    gamma: float = 1.0  # discount a sampled token
+    lam: float = 1.0  # GAE's lambda
+    norm_adv_by_std_in_grpo: bool = True  # off: Dr. GRPO
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL from the score of each sampled token
+    kl_penalty: str = "kl"  # estimator of the KL in the reward
+    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """How rows are scored."""
+
+    enable: bool = False  # a reward model beside the reward function
+    reward_manager: str = "naive"  # name in the registry of reward managers
+    reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: passed to the reward manager
+    num_workers: int = 2  # reward processes
+    timeout: float = 30.0  # seconds a row; above it the process is killed
+    on_failure: Literal["skip", "stop"] = "skip"  # a reward that raises, hangs, returns None: leave the row out, or end
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomRewardFunctionConfig:
+    """A reward function of the user's own: (data_source, solution_str, ground_truth, extra_info, **kwargs)."""
+
+    path: str | None = None  # python file; null: by data_source
+    name: str = "compute_score"  # function in that file
+    reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: further keyword arguments

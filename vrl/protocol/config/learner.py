@@ -1,0 +1,97 @@
+"""Settings of the roles that hold a model in FSDP: actor, reference, critic."""
+
+from dataclasses import dataclass, field
+from typing import final
+
+from vrl.protocol.config.model import CheckpointConfig, FsdpConfig, OpenDict, OptimConfig
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = "vanilla"  # name in the registry of policy losses
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig:
+    """The policy's update."""
+
+    ppo_mini_batch_size: int = 256  # prompts an optimizer step, over all ranks
+    ppo_micro_batch_size_per_gpu: int | None = None  # rows a micro-batch when use_dynamic_bsz is off
+    use_dynamic_bsz: bool = True  # cut micro-batches by tokens, for all roles
+    ppo_max_token_len_per_gpu: int = 16384  # tokens a micro-batch and rank
+    ppo_epochs: int = 1  # passes over the rows of a step
+    shuffle: bool = False  # mini-batches in a new order each epoch, from trainer.seed
+    grad_clip: float = 1.0  # largest gradient norm
+    clip_ratio: float = 0.2  # PPO clip range
+    clip_ratio_low: float | None = None  # below 1; null: clip_ratio
+    clip_ratio_high: float | None = None  # above 1; null: clip_ratio
+    clip_ratio_c: float = 3.0  # dual clip for negative advantages, above 1
+    loss_agg_mode: str = "token-mean"  # how token losses become one number
+    loss_scale_factor: float | None = None  # tokens; divisor of seq-mean-token-sum-norm; null: max_response_length
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    entropy_from_logits_chunk_size: int = 2048  # tokens whose logits exist at a time (log-probs and entropy)
+    use_kl_loss: bool = False  # KL to the reference as a loss term
+    kl_loss_coef: float = 0.001  # its weight
+    kl_loss_type: str = "low_var_kl"  # its estimator
+    ulysses_sequence_parallel_size: int = 1  # ranks that share a row
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range: the ratio is held above 1 - clip_low."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range: the ratio is held below 1 + clip_high."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefConfig:
+    """The frozen reference policy. It exists when a KL term is on."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = None  # rows when use_dynamic_bsz is off; null: the actor's
+    log_prob_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticModelConfig:
+    """The critic's backbone: a model folder without or with a value head. Tokenizer and images are the policy's."""
+
+    path: str | None = None  # folder or hub name; null: the actor's
+    override_config: OpenDict = field(default_factory=OpenDict)  # open: replaces fields of the model's config.json
+    trust_remote_code: bool = False  # run python files of the model folder
+    external_lib: str | None = None  # module imported before the model is loaded
+    enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    freeze_vision_tower: bool = False  # no gradient for the vision tower
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig:
+    """The value model. It exists when the estimator needs values."""
+
+    enable: bool | None = None  # null: when algorithm.adv_estimator needs values
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ppo_mini_batch_size: int | None = None  # prompts an optimizer step; null: the actor's
+    ppo_micro_batch_size_per_gpu: int | None = None  # rows when use_dynamic_bsz is off; null: the actor's
+    ppo_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's
+    ppo_epochs: int | None = None  # passes over the rows of a step; null: the actor's
+    ulysses_sequence_parallel_size: int = 1  # ranks that share a row
+    grad_clip: float = 1.0  # largest gradient norm
+    cliprange_value: float = 0.5  # largest change of a value an update, in units of the return
+    loss_agg_mode: str = "token-mean"  # how token losses become one number

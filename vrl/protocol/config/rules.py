@@ -1,0 +1,326 @@
+"""Rules across keys, checked before anything starts: by the command line, and by a test for every file in configs/.
+
+Every message names the keys, the numbers and a value that would do. What the protocol layer cannot know comes from the
+caller: the registered names (`KnownNames`), the machine (`Machine`), the model's head counts (`check_heads`).
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+from vrl.protocol.config.ranges import range_errors
+from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
+from vrl.protocol.errors import ConfigError
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MAX_TEMPERATURE = 2.0  # vLLM refuses more
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+
+Messages = Iterator[str]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownNames:
+    """The names that registries of other layers hold. An empty collection is not checked."""
+
+    adv_estimators: Collection[str] = field(default_factory=tuple)
+    policy_losses: Collection[str] = field(default_factory=tuple)
+    loss_agg_modes: Collection[str] = field(default_factory=tuple)
+    kl_estimators: Collection[str] = field(default_factory=tuple)
+    reward_managers: Collection[str] = field(default_factory=tuple)
+    loggers: Collection[str] = field(default_factory=tuple)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a node has."""
+
+    gpus: int
+    cores: int
+
+
+def check(config: Config, names: KnownNames, machine: Machine | None = None) -> tuple[str, ...]:
+    """Return the warnings; without a machine, what needs one is not checked.
+
+    Raises ConfigError with all faults, one a line.
+    """
+    errors = list(range_errors(config))
+    if not errors:  # the rules divide by sizes, so they need these in range
+        errors = [message for rule in ERROR_RULES for message in rule(config)]
+        errors += _unknown_names(config, names)
+        errors += _machine_errors(config, machine) if machine else ()
+    if errors:
+        raise ConfigError("\n".join(errors))
+    warnings = [message for rule in WARNING_RULES for message in rule(config)]
+    return (*warnings, *(_machine_warnings(config, machine) if machine else ()))
+
+
+def check_heads(query_heads: int, kv_heads: int, size: int, key: str) -> None:
+    """Refuse a parallel size (sequence or tensor) that the attention heads do not fit; `key` names its setting.
+
+    Query heads must divide evenly; key-value heads must divide evenly or be repeated evenly.
+    """
+    if heads_fit(query_heads, kv_heads, size):
+        return
+    fitting = [str(other) for other in range(1, query_heads + 1) if heads_fit(query_heads, kv_heads, other)]
+    raise ConfigError(
+        f"{key}={size} does not fit a model with {query_heads} query and {kv_heads} key-value heads: "
+        f"set it to {_one_of(fitting)}"
+    )
+
+
+def heads_fit(query_heads: int, kv_heads: int, size: int) -> bool:
+    """Whether the heads can be spread over `size` ranks."""
+    return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` that is at most `limit`."""
+    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
+
+
+def _one_of(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def _files(config: Config) -> Messages:
+    if not config.actor_rollout_ref.model.path:
+        yield f"{_MODEL}.path is empty: give a model folder"
+    if not config.data.train_files and not config.trainer.val_only:
+        yield "data.train_files is empty: give parquet or jsonl files, data.train_files=[a.parquet,b.parquet]"
+    if not config.data.val_files and (config.trainer.val_only or config.trainer.test_freq > 0):
+        wish = "trainer.val_only=True" if config.trainer.val_only else f"trainer.test_freq={config.trainer.test_freq}"
+        yield f"{wish} needs held-out rows, but data.val_files is empty: give files or set test_freq=-1, val_only=False"
+    if config.warm_start.enable and not config.warm_start.files:
+        yield "warm_start.enable=True needs warm_start.files: give files or set enable=False"
+    if config.data.custom_cls.path and not config.data.custom_cls.name:
+        yield "data.custom_cls.path needs data.custom_cls.name: give the class in that file"
+
+
+def _batch(config: Config) -> Messages:
+    total = config.data.train_batch_size
+    sizes = [(f"{_ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
+        sizes.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
+    for key, size in sizes:
+        if total % size:
+            yield (
+                f"data.train_batch_size={total} prompts cannot be cut into mini-batches of {key}={size} prompts: "
+                f"set {key}={largest_divisor(total, size)}, or train_batch_size={max(1, round(total / size)) * size}"
+            )
+
+
+def _micro_batches(config: Config) -> Messages:
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        return
+    if config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None:
+        yield (
+            f"{_ACTOR}.use_dynamic_bsz=False needs {_ACTOR}.ppo_micro_batch_size_per_gpu: "
+            "give a number of rows, or set use_dynamic_bsz=True"
+        )
+
+
+def _parallel(config: Config) -> Messages:
+    world = config.world_size
+    ranks = f"trainer.n_gpus_per_node * trainer.nnodes = {world} ranks"
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    sizes = {
+        f"{_ROLLOUT}.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        f"{_ACTOR}.ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size,
+        f"{_ACTOR}.fsdp_config.fsdp_size": actor.fsdp_config.fsdp_size,
+        "actor_rollout_ref.ref.fsdp_config.fsdp_size": config.actor_rollout_ref.ref.fsdp_config.fsdp_size,
+        "critic.ulysses_sequence_parallel_size": config.critic.ulysses_sequence_parallel_size,
+        "critic.fsdp_config.fsdp_size": config.critic.fsdp_config.fsdp_size,
+    }
+    for key, size in sizes.items():
+        if size != -1 and world % size:
+            yield f"{key}={size} does not divide {ranks}: set {key}={largest_divisor(world, size)}"
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{_ROLLOUT}.name=hf runs on one rank, but tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size}: set tensor_model_parallel_size=1 or name=vllm"
+        )
+
+
+def _lengths(config: Config) -> Messages:
+    rollout = config.actor_rollout_ref.rollout
+    prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, config.max_model_len
+    if prompt + response > context:
+        yield (
+            f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens, "
+            f"more than {_ROLLOUT}.max_model_len={context}: set max_model_len={prompt + response} or null"
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < context:
+        yield (
+            f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than the context of "
+            f"{context} tokens: set max_num_batched_tokens={context} or enable_chunked_prefill=True"
+        )
+    pixels = config.actor_rollout_ref.model
+    if pixels.min_pixels and pixels.max_pixels and pixels.min_pixels > pixels.max_pixels:
+        yield (
+            f"{_MODEL}.min_pixels={pixels.min_pixels} is more than max_pixels={pixels.max_pixels}: "
+            f"set min_pixels={pixels.max_pixels} or less"
+        )
+
+
+def _sampling(config: Config) -> Messages:
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    if not 0 < rollout.temperature <= MAX_TEMPERATURE:
+        yield (
+            f"{_ROLLOUT}.temperature={rollout.temperature}: training needs more than 0 and at most "
+            f"{MAX_TEMPERATURE:g}, for example 1.0 (greedy evaluation is val_kwargs.temperature=0)"
+        )
+    if not 0 <= val.temperature <= MAX_TEMPERATURE:
+        yield f"{_ROLLOUT}.val_kwargs.temperature={val.temperature}: 0 (greedy) to {MAX_TEMPERATURE:g} is wanted"
+    if (rollout.top_p < 1 or rollout.top_k != -1) and config.algorithm.rollout_correction.rollout_is is None:
+        yield (
+            f"{_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: truncated sampling makes the engine's "
+            "probabilities differ from the learner's; set top_p=1 and top_k=-1, or switch on rollout correction "
+            "(algorithm.rollout_correction.rollout_is)"
+        )
+
+
+def _losses(config: Config) -> Messages:
+    actor = config.actor_rollout_ref.actor
+    if not actor.clip_ratio_c > 1:
+        yield f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c}: dual clip needs more than 1, for example 3.0"
+    if not actor.clip_low < 1:
+        key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+        yield f"{_ACTOR}.{key}={actor.clip_low}: less than 1 is wanted, for example 0.2"
+    estimator = config.algorithm.adv_estimator
+    if estimator in VALUE_ESTIMATORS and not config.needs_critic:
+        yield f"algorithm.adv_estimator={estimator} needs a critic, but critic.enable=False: set critic.enable=null"
+    if config.trainer.critic_warmup and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic, which "
+            f"algorithm.adv_estimator={estimator} does not use: set critic_warmup=0"
+        )
+
+
+def _resume(config: Config) -> Messages:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode == "resume_path" and path is None:
+        yield (
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path: give a global_step_N folder, "
+            "or set resume_mode=auto"
+        )
+    if mode != "resume_path" and path is not None:
+        yield f"trainer.resume_from_path={path} is not read with trainer.resume_mode={mode}: set it to resume_path"
+
+
+def _not_supported(config: Config) -> Messages:
+    """Settings of verl whose names are taken but that this version does not carry out."""
+    algorithm = config.algorithm
+    if algorithm.filter_groups.enable:
+        yield "algorithm.filter_groups.enable=True is not supported in this version: set it to False"
+    if algorithm.rollout_correction.rollout_is is not None:
+        yield "algorithm.rollout_correction.rollout_is is not supported in this version: set it to null"
+    if config.reward_model.enable:
+        yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
+
+
+ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
+    _files,
+    _batch,
+    _micro_batches,
+    _parallel,
+    _lengths,
+    _sampling,
+    _losses,
+    _resume,
+    _not_supported,
+)
+
+
+def _unknown_names(config: Config, names: KnownNames) -> Messages:
+    actor = config.actor_rollout_ref.actor
+    settings = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, names.adv_estimators),
+        ("algorithm.kl_penalty", config.algorithm.kl_penalty, names.kl_estimators),
+        (f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, names.policy_losses),
+        (f"{_ACTOR}.loss_agg_mode", actor.loss_agg_mode, names.loss_agg_modes),
+        (f"{_ACTOR}.kl_loss_type", actor.kl_loss_type, names.kl_estimators),
+        ("critic.loss_agg_mode", config.critic.loss_agg_mode, names.loss_agg_modes),
+        ("reward_model.reward_manager", config.reward_model.reward_manager, names.reward_managers),
+        *(("trainer.logger", logger, names.loggers) for logger in config.trainer.logger),
+    ]
+    for key, name, known in settings:
+        if known and name not in known:
+            yield f"{key}={name} is not known; there are {', '.join(sorted(known))}"
+
+
+def uses_gpu(config: Config, machine: Machine) -> bool:
+    """Whether ranks get a GPU each, after `trainer.device=auto` is decided."""
+    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and machine.gpus > 0)
+
+
+def _machine_errors(config: Config, machine: Machine) -> Messages:
+    ranks = config.trainer.n_gpus_per_node
+    if not uses_gpu(config, machine):
+        return
+    if machine.gpus == 0:
+        yield "trainer.device=cuda, but this machine has no GPU: set trainer.device=cpu"
+    elif ranks > machine.gpus:
+        yield f"trainer.n_gpus_per_node={ranks}, but this machine has {machine.gpus} GPUs: set it to {machine.gpus}"
+
+
+def _machine_warnings(config: Config, machine: Machine) -> Messages:
+    wanted = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
+    if not uses_gpu(config, machine) and wanted > machine.cores:
+        yield (
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} ranks of cpu_threads_per_rank="
+            f"{config.trainer.cpu_threads_per_rank} on {machine.cores} cores: ranks will share cores and be slow"
+        )
+
+
+def _group_warnings(config: Config) -> Messages:
+    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if estimator in GROUP_ESTIMATORS and n == 1:
+        yield (
+            f"algorithm.adv_estimator={estimator} compares the samples of a prompt, but {_ROLLOUT}.n=1: "
+            "a group of one has no baseline; set n=8, for example"
+        )
+    if config.critic.enable and estimator not in VALUE_ESTIMATORS:
+        yield f"critic.enable=True, but algorithm.adv_estimator={estimator} does not use its values: set it to null"
+    if config.actor_rollout_ref.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are both on: the KL counts twice, one is usual"
+
+
+def _size_warnings(config: Config) -> Messages:
+    actor = config.actor_rollout_ref.actor
+    if config.rows_per_step < config.data_parallel_size:
+        yield (
+            f"data.train_batch_size={config.data.train_batch_size} * rollout.n={config.actor_rollout_ref.rollout.n} = "
+            f"{config.rows_per_step} rows a step leave some of {config.data_parallel_size} ranks idle"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budgets = {
+        f"{_ACTOR}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
+    }
+    if config.needs_critic:
+        budgets["critic.ppo_max_token_len_per_gpu"] = (
+            config.critic_token_budget * config.critic.ulysses_sequence_parallel_size
+        )
+    for key, budget in budgets.items():
+        if actor.use_dynamic_bsz and budget < longest:
+            yield f"{key}: a row can have {longest} tokens, above the budget of {budget}; such a row is processed alone"
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield (
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} has no effect: "
+            f"use_dynamic_bsz=True cuts micro-batches by ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"
+        )
+
+
+def _run_warnings(config: Config) -> Messages:
+    trainer = config.trainer
+    if trainer.nnodes > 1 and config.ray_kwargs.ray_init.address is None:
+        yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
+    if trainer.val_before_train and not config.data.val_files:
+        yield "data.val_files is empty: nothing is evaluated"
+    if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
+        yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
+
+
+WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (_group_warnings, _size_warnings, _run_warnings)

@@ -1,0 +1,140 @@
+"""The settings of a run as one frozen value. `controller.compose` makes it once; a part gets the section it needs.
+
+Keys are verl's where verl has them. Nothing is ever written back: sizes that follow from other settings are properties.
+"""
+
+from dataclasses import dataclass, field
+from typing import final
+
+from vrl.protocol.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
+from vrl.protocol.config.data import DataConfig
+from vrl.protocol.config.learner import ActorConfig, CriticConfig, RefConfig
+from vrl.protocol.config.model import ModelConfig
+from vrl.protocol.config.rollout import RolloutConfig
+from vrl.protocol.config.trainer import PrepareConfig, RayKwargsConfig, TrainerConfig, WarmStartConfig
+
+VALUE_ESTIMATORS = frozenset({"gae"})  # advantage estimators that need a critic
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorRolloutRefConfig:
+    """The roles that share the policy's model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All settings of a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    ray_kwargs: RayKwargsConfig = field(default_factory=RayKwargsConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks of the actor that hold different rows."""
+        return self.world_size // self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines."""
+        return self.world_size // self.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows a step when no episode fails: prompts times samples."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
+    def mini_batches_per_epoch(self) -> int:
+        """Mini-batches of the actor in one pass over a step's rows; the last may be smaller."""
+        return -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the actor a training step. With one, old log-probs are the update's own."""
+        return self.mini_batches_per_epoch * self.actor_rollout_ref.actor.ppo_epochs
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of context of the engine."""
+        limit = self.actor_rollout_ref.rollout.max_model_len
+        return self.data.max_prompt_length + self.data.max_response_length if limit is None else limit
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether there is a value model."""
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return self.algorithm.adv_estimator in VALUE_ESTIMATORS
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a reference policy."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Folder of tokenizer and processor."""
+        return self.actor_rollout_ref.model.tokenizer_path or self.actor_rollout_ref.model.path
+
+    @property
+    def critic_model_path(self) -> str:
+        """Folder of the critic's backbone."""
+        return self.critic.model.path or self.actor_rollout_ref.model.path
+
+    @property
+    def critic_mini_batch_size(self) -> int:
+        """Prompts an optimizer step of the critic."""
+        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over a step's rows."""
+        return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
+
+    @property
+    def critic_token_budget(self) -> int:
+        """Tokens a micro-batch and rank of the critic."""
+        return self.critic.ppo_max_token_len_per_gpu or self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+
+    @property
+    def log_prob_token_budget(self) -> int:
+        """Tokens a micro-batch and rank when the actor computes old log-probs."""
+        actor, rollout = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout
+        return rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+
+    @property
+    def ref_token_budget(self) -> int:
+        """Tokens a micro-batch and rank of the reference."""
+        actor, ref = self.actor_rollout_ref.actor, self.actor_rollout_ref.ref
+        return ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of training rows."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def rollout_seed(self) -> int:
+        """Seed from which every request's seed is made."""
+        seed = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if seed is None else seed

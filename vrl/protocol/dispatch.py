@@ -1,0 +1,124 @@
+"""Dispatch rules: how a worker method's rows go to the ranks and how results come back.
+
+Worker methods declare themselves with `@register`; the worker group in `controller/` reads the declaration, checks
+the columns before it ships, and calls the functions here. Pure: no Ray, no process.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vrl.protocol.balance import partition
+from vrl.protocol.columns import missing_column_message
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.ragged import as_array
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Dispatch(Enum):
+    """Where the arguments of a call go."""
+
+    ALL = "all"  # the same arguments to every rank; results as a list in rank order
+    ROWS = "rows"  # token-balanced shares of the rows, one a data-parallel rank; results in the caller's order
+    MINI_BATCHES = "mini_batches"  # like ROWS inside every mini-batch; returns metrics of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """What a worker method declares."""
+
+    name: str
+    dispatch: Dispatch
+    requires: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+_SPECS: dict[Callable[..., Any], MethodSpec] = {}
+
+
+def register(dispatch: Dispatch, requires: Sequence[str] = (), returns: Sequence[str] = ()) -> Callable[[F], F]:
+    """Declare a worker method: how it is dispatched, which columns it needs and which it returns."""
+
+    def wrap(method: F) -> F:
+        _SPECS[method] = MethodSpec(method.__qualname__, dispatch, tuple(requires), tuple(returns))
+        return method
+
+    return wrap
+
+
+def method_spec(worker_class: type, method: str) -> MethodSpec:
+    """Return a method's declaration. Raises AttributeError when the class has no such registered method."""
+    function = vars(worker_class).get(method)
+    if function is None or function not in _SPECS:
+        known = sorted(name for name, value in vars(worker_class).items() if callable(value) and value in _SPECS)
+        raise AttributeError(f"{worker_class.__name__} has no registered method {method!r}; it has {known}")
+    return _SPECS[function]
+
+
+def check_columns(spec: MethodSpec, batch: DataProto) -> None:
+    """Raise ValueError naming the first column that the method needs and the batch lacks."""
+    for name in spec.requires:
+        if name not in batch:
+            raise ValueError(missing_column_message(spec.name, name))
+
+
+def row_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return each data-parallel rank's rows: equal counts (within one), balanced by tokens."""
+    return partition(lengths, ranks, equal_counts=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchShare:
+    """One rank's part of an update: its rows, and which of them each optimizer step uses.
+
+    `steps[k]` lists positions in `rows` for the k-th mini-batch over all epochs; it may be empty.
+    """
+
+    rows: list[int]
+    steps: list[list[int]]
+
+
+def mini_batch_shares(membership: Tensor, lengths: Sequence[int], ranks: int) -> list[MiniBatchShare]:
+    """Cut every mini-batch over the ranks, balanced by tokens.
+
+    `membership` is the `mini_batch` column, int64 `[B, E]`: the mini-batch of a row in each epoch.
+    """
+    plans: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for column in as_array(membership).T:
+        for number in range(int(column.max()) + 1 if len(column) else 0):
+            members: list[int] = np.flatnonzero(column == number).tolist()
+            shares = partition([lengths[i] for i in members], ranks)
+            for rank, share in enumerate(shares):
+                plans[rank].append([members[i] for i in share])
+    out: list[MiniBatchShare] = []
+    for plan in plans:
+        rows = sorted({i for step in plan for i in step})
+        position = {row: k for k, row in enumerate(rows)}
+        out.append(MiniBatchShare(rows, [[position[i] for i in step] for step in plan]))
+    return out
+
+
+def assign_mini_batches(groups: Sequence[str], groups_a_batch: int, epochs: int, seed: int, shuffle: bool) -> Tensor:
+    """Return the `mini_batch` column: all rows of `groups_a_batch` uids form a mini-batch, the last may be smaller.
+
+    Order is by first appearance, or shuffled by (seed, epoch).
+    """
+    if groups_a_batch < 1:
+        raise ValueError(f"a mini-batch needs one group or more, got {groups_a_batch}")
+    unique = list(dict.fromkeys(groups))
+    number = {uid: i for i, uid in enumerate(unique)}
+    index = torch.tensor([number[uid] for uid in groups], dtype=torch.int64)
+    columns: list[Tensor] = []
+    for epoch in range(epochs):
+        place = torch.arange(len(unique))
+        if shuffle:
+            generator = torch.Generator().manual_seed(seed * 1009 + epoch)
+            place = torch.randperm(len(unique), generator=generator)
+        columns.append((place // groups_a_batch)[index])
+    return torch.stack(columns, 1) if len(groups) else torch.zeros(0, epochs, dtype=torch.int64)

@@ -1,0 +1,98 @@
+"""Interfaces that lower layers need from above or from a sibling; implementations are injected when building.
+
+`Renderer` is implemented once in `models/`; `Engine` twice in `workers/` (vLLM, Hugging Face);
+`PromptSource` by the controller (a Ray actor shared by all replicas, or a fixed list), `TrajectorySink` by the rollout
+worker and by tests. Scoring needs no port: the turn loop and the reward processes both live in `agent/`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vrl.protocol.trajectory import Prompt, Sampling, Trajectory
+
+
+class Renderer(Protocol):
+    """Messages to token ids and back, in the model's own chat template. Owns everything that depends on the tokenizer."""
+
+    banned_ids: tuple[int, ...]  # image, video and vision marks: never sampled
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return prompt ids with the generation prompt; each `<image>` mark is one placeholder id."""
+        ...
+
+    def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """Return ids with each image placeholder repeated to the number of its visual tokens.
+
+        Raises DataError when marks and images differ in number or an image cannot be used.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str: ...
+
+    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> Sequence[Sequence[int]] | None:
+        """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One turn to sample. `ids` are unexpanded (one placeholder an image); `sampling.seed` is this request's own."""
+
+    request_id: str
+    ids: tuple[int, ...]
+    images: tuple[bytes, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """A finished turn: the sampled ids with their log-probs (after ban and temperature) and why it ended."""
+
+    request_id: str
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+class Engine(Protocol):
+    """Generates tokens. Driven from outside by `step()`; lives in the worker's process."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def step(self) -> list[EngineOutput]:
+        """Advance all running requests by one token; return those that finished."""
+        ...
+
+    def num_unfinished(self) -> int: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self, tags: Sequence[str]) -> None: ...
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> int:
+        """Write full tensors by Hugging Face name; return how many parameters were written.
+
+        Raises EngineError when a parameter was not written or a name is unknown.
+        """
+        ...
+
+    def reset_caches(self) -> None: ...
+
+
+class PromptSource(Protocol):
+    """Where replicas take work from."""
+
+    def take(self, k: int) -> list[tuple[Prompt, int]]:
+        """Return up to k (prompt, sample_index) pairs; empty when nothing is left."""
+        ...
+
+
+class TrajectorySink(Protocol):
+    """Where replicas put finished trajectories."""
+
+    def put(self, trajectories: Sequence[Trajectory]) -> None: ...

@@ -1,0 +1,193 @@
+"""Ragged columns: per-token values of rows of unequal length, flat with offsets. Used by DataProto and the learner.
+
+Also here: how rows are cut out of columns, neighbouring ones as views and others in one pass over the memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Below so many elements a piece, one index for all of them is faster than copying piece by piece.
+_MIN_PIECE = 128
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of unequal length: `values [T, ...]`, `offsets int64 [B+1]`; row i is `values[offsets[i]:offsets[i+1]]`."""
+
+    values: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or len(self.offsets) < 1:
+            raise ValueError(f"offsets must be int64 [B+1], got {self.offsets.dtype} {tuple(self.offsets.shape)}")
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if first != 0:
+            raise ValueError(f"offsets start at {first}, not at 0")
+        if last != len(self.values):
+            raise ValueError(f"offsets end at {last} but there are {len(self.values)} values")
+        if bool((self.offsets.diff() < 0).any()):
+            raise ValueError(f"offsets decrease: {as_array(self.offsets).tolist()}")
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
+        """Build from one sequence a row; `rows` may be empty."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        lengths = torch.tensor([len(t) for t in tensors], dtype=torch.int64)
+        values = torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype)
+        return cls(values, offsets_of(lengths))
+
+    @classmethod
+    def from_padded(cls, padded: Tensor, lengths: Tensor) -> "Ragged":
+        """Build from right-padded `padded [B, L, ...]` and row lengths `[B]`."""
+        keep = torch.arange(padded.shape[1]) < lengths[:, None]
+        return cls(padded[keep], offsets_of(lengths))
+
+    @classmethod
+    def trusted(cls, values: Tensor, offsets: Tensor) -> "Ragged":
+        """Build from parts of columns that were checked before; the checks cost more than a view does."""
+        new = object.__new__(cls)
+        object.__setattr__(new, "values", values)
+        object.__setattr__(new, "offsets", offsets)
+        return new
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Row lengths, int64 `[B]`."""
+        return self.offsets.diff()
+
+    def row(self, i: int) -> Tensor:
+        """Return the values of one row, a view; a negative number counts from the end."""
+        count = len(self)
+        if not -count <= i < count:
+            raise IndexError(f"row {i} of {count}")
+        i %= count
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def to_rows(self) -> list[Tensor]:
+        """Return one view a row."""
+        return list(torch.split_with_sizes(self.values, as_array(self.lengths).tolist()))
+
+    def to_padded(self, fill: float = 0) -> Tensor:
+        """Return `[B, L, ...]`, right-padded with `fill` to the longest row."""
+        lengths = self.lengths
+        width = int(lengths.max()) if len(lengths) else 0
+        out = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
+        out[torch.arange(width) < lengths[:, None]] = self.values
+        return out
+
+    def take(self, gather: "RowGather") -> "Ragged":
+        """Return the rows of a gather made from this column's offsets."""
+        return Ragged.trusted(gather.take(self.values), gather.offsets)
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Return int64 offsets `[B+1]` of row lengths `[B]`."""
+    out = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=out[1:])
+    return out
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's memory as a contiguous array. Numpy has no bfloat16: its bits come as int16."""
+    whole = tensor.detach().contiguous()
+    return (whole.view(torch.int16) if whole.dtype == torch.bfloat16 else whole).numpy()
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGather:
+    """How to gather chosen rows out of flat values. Made once for all columns that share offsets.
+
+    One run of neighbouring rows is a view. Otherwise the runs are copied one behind the other, or, where they are
+    short, by one index.
+    """
+
+    offsets: Tensor
+    runs: Sequence[tuple[int, int]]  # token spans; unused where there is an index
+    index: Tensor | None
+
+    @classmethod
+    def of(cls, offsets: Tensor, rows: Tensor) -> "RowGather":
+        """Plan the gather of `rows` int64, each 0..B-1, out of columns with these offsets."""
+        if not len(rows):
+            return cls(torch.zeros(1, dtype=torch.int64), [(0, 0)], None)
+        chosen, bounds = rows.numpy(), offsets.numpy()
+        cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
+        firsts, lasts = chosen[np.append(0, cuts)], chosen[np.append(cuts - 1, len(chosen) - 1)]
+        starts, stops = bounds[firsts], bounds[lasts + 1]
+        new = offsets_of(torch.as_tensor(bounds[chosen + 1] - bounds[chosen]))
+        if len(starts) == 1 or int(new[-1]) >= _MIN_PIECE * len(starts):
+            return cls(new, list(zip(starts.tolist(), stops.tolist(), strict=True)), None)
+        sizes = stops - starts
+        shift = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+        return cls(new, [], torch.as_tensor(shift + np.arange(len(shift))))
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the chosen rows' values, flat."""
+        if self.index is not None:
+            return values.index_select(0, self.index)
+        if len(self.runs) == 1:
+            return values[self.runs[0][0] : self.runs[0][1]]
+        source = as_array(values)
+        out = torch.empty((int(self.offsets[-1]), *values.shape[1:]), dtype=values.dtype)
+        np.concatenate([source[a:b] for a, b in self.runs], out=as_array(out))
+        return out
+
+
+@final
+class RowRun(Mapping[str, Tensor | Ragged]):
+    """The columns of a run of neighbouring rows. Each is cut, a view, when it is first asked for.
+
+    A micro-batch or a row is often asked for few of its columns, and cutting all would cost more than choosing rows.
+    """
+
+    __slots__ = ("_cut", "_start", "_stop", "_tokens", "_whole")
+    _whole: Mapping[str, Tensor | Ragged]
+
+    def __init__(self, whole: Mapping[str, Tensor | Ragged], start: int, stop: int) -> None:
+        if isinstance(whole, RowRun):
+            whole, start, stop = whole._whole, whole._start + start, whole._start + stop
+        self._whole, self._start, self._stop = whole, start, stop
+        self._cut: dict[str, Tensor | Ragged] = {}
+        self._tokens: tuple[int, int, Tensor] | None = None  # token span and offsets, which all columns share
+
+    def __getitem__(self, name: str) -> Tensor | Ragged:
+        found = self._cut.get(name)
+        if found is None:
+            found = self._cut[name] = self._cut_out(self._whole[name])
+        return found
+
+    def _cut_out(self, value: Tensor | Ragged) -> Tensor | Ragged:
+        if not isinstance(value, Ragged):
+            return value[self._start : self._stop]
+        if self._tokens is None:
+            part = value.offsets[self._start : self._stop + 1]
+            start, stop = int(part[0]), int(part[-1])
+            self._tokens = (start, stop, part - start)
+        start, stop, offsets = self._tokens
+        return Ragged.trusted(value.values[start:stop], offsets)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
+    """Join rows of several ragged columns in order. Raises ValueError when their dtypes differ."""
+    dtypes = {part.values.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise ValueError(f"cannot join columns of {sorted(map(str, dtypes))}")
+    lengths = torch.cat([part.lengths for part in parts])
+    return Ragged.trusted(torch.cat([part.values for part in parts]), offsets_of(lengths))

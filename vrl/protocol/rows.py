@@ -1,0 +1,76 @@
+"""Trajectories to rows of a batch. Called by the rollout worker when its episodes have ended."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vrl.protocol.columns import (
+    DATA_SOURCE,
+    GROUND_TRUTH,
+    IMAGE_KEYS,
+    INPUT_IDS,
+    LOSS_MASK,
+    POLICY_VERSIONS,
+    POSITION_IDS,
+    PROMPT_LENGTH,
+    PROMPT_TEXT,
+    RESPONSE_TEXT,
+    ROLLOUT_LOG_PROBS,
+    ROW_ID,
+    SAMPLE_INDEX,
+    SCORE_EXTRA,
+    STOP_REASON,
+    TOKEN_LEVEL_SCORES,
+    TURN_IDS,
+    UID,
+)
+from vrl.protocol.dataproto import DataProto, Meta, object_column
+from vrl.protocol.ragged import Ragged
+from vrl.protocol.trajectory import Trajectory, content_key
+
+
+def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | None, meta: Meta) -> DataProto:
+    """Return one row a trajectory.
+
+    `positions` holds the `[T, 3]` positions of each row for models that need them. The score stands on the last
+    sampled token; a row without one gets none.
+    """
+    blobs = {content_key(image): image for trajectory in trajectories for image in trajectory.images}
+    columns: dict[str, Tensor | Ragged] = {
+        INPUT_IDS: Ragged.from_rows([t.input_ids for t in trajectories], torch.int64),
+        LOSS_MASK: Ragged.from_rows([t.loss_mask for t in trajectories], torch.bool),
+        ROLLOUT_LOG_PROBS: Ragged.from_rows([t.rollout_log_probs for t in trajectories], torch.float32),
+        TURN_IDS: Ragged.from_rows([t.turn_ids for t in trajectories], torch.int32),
+        POLICY_VERSIONS: Ragged.from_rows([t.policy_versions for t in trajectories], torch.int32),
+        TOKEN_LEVEL_SCORES: Ragged.from_rows([_score_row(t) for t in trajectories], torch.float32),
+        PROMPT_LENGTH: torch.tensor([t.prompt_length for t in trajectories], dtype=torch.int64),
+        SAMPLE_INDEX: torch.tensor([t.sample_index for t in trajectories], dtype=torch.int64),
+    }
+    if positions is not None:
+        flat = torch.cat(list(positions)) if positions else torch.zeros(0, 3, dtype=torch.int64)
+        columns[POSITION_IDS] = Ragged(flat, columns[INPUT_IDS].offsets)  # type: ignore[union-attr]
+    objects = {
+        UID: object_column(t.prompt.uid for t in trajectories),
+        ROW_ID: object_column(t.prompt.row_id for t in trajectories),
+        DATA_SOURCE: object_column(t.prompt.data_source for t in trajectories),
+        GROUND_TRUTH: object_column(t.prompt.ground_truth for t in trajectories),
+        STOP_REASON: object_column(str(t.stop_reason) for t in trajectories),
+        IMAGE_KEYS: object_column(tuple(content_key(image) for image in t.images) for t in trajectories),
+        PROMPT_TEXT: object_column(t.prompt_text for t in trajectories),
+        RESPONSE_TEXT: object_column(t.response_text for t in trajectories),
+        SCORE_EXTRA: object_column(dict(t.score_extra) | _failure(t) for t in trajectories),
+    }
+    return DataProto(columns, objects, blobs, meta)
+
+
+def _score_row(trajectory: Trajectory) -> Tensor:
+    row = torch.zeros(len(trajectory.input_ids))
+    sampled = [t for t, mask in enumerate(trajectory.loss_mask) if mask]
+    if sampled:
+        row[sampled[-1]] = trajectory.score
+    return row
+
+
+def _failure(trajectory: Trajectory) -> dict[str, str]:
+    return {"failure": trajectory.failure} if trajectory.failure else {}

@@ -1,0 +1,174 @@
+"""The actor and the reference: log-probs of rows, and the actor's update. One instance a rank; all ranks call alike."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+from vrl.algorithms.losses import registry as policy_losses
+from vrl.algorithms.losses.registry import LossParams
+from vrl.models.loading import load_policy
+from vrl.models.packing import PackedBatch
+from vrl.models.policy import CausalPolicy
+from vrl.models.renderer import HFRenderer
+from vrl.models.saving import save_hf_folder
+from vrl.protocol.columns import ENTROPY, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS
+from vrl.protocol.config.model import FsdpConfig
+from vrl.protocol.config.schema import Config
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.dispatch import Dispatch, register
+from vrl.workers import checkpoint
+from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
+from vrl.workers.learner import Learner
+from vrl.workers.losses import REQUIRED_BY_POLICY, PolicyObjective, SamplingDistribution, SupervisedObjective
+from vrl.workers.sharding import full_parameters
+
+
+@final
+class ActorWorker:
+    """Holds the policy, its optimizer and the policy's objective."""
+
+    def __init__(
+        self, policy: CausalPolicy, learn: Learner, objective: PolicyObjective, renderer: HFRenderer, bucket_bytes: int
+    ) -> None:
+        self._policy = policy
+        self._learner = learn
+        self._renderer = renderer
+        self._objective = objective
+        self._bucket_bytes = bucket_bytes
+
+    @classmethod
+    def build(cls, context: BuildContext, total_steps: int) -> Self:
+        """Load, shard and give an optimizer. `total_steps` counts optimizer steps of the whole run."""
+        config = context.config
+        actor = config.actor_rollout_ref.actor
+        policy = _load(context, actor.fsdp_config, frozen=False)
+        limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
+        megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+        learn = learner(policy, context, limits, step)
+        return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20)
+
+    @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(OLD_LOG_PROBS, ENTROPY))
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Return the log-probs and the entropy of sampled tokens under the present weights."""
+        return _log_probs(self._learner, self._objective.sampling, batch, (OLD_LOG_PROBS, ENTROPY))
+
+    @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_POLICY)
+    def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Take one optimizer step a mini-batch; return metrics."""
+        return _named(self._learner.update(batch, steps, self._objective), "actor")
+
+    @register(Dispatch.MINI_BATCHES, requires=(INPUT_IDS, LOSS_MASK))
+    def update_supervised(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Take one optimizer step a mini-batch on the cross-entropy of the masked tokens."""
+        objective = SupervisedObjective(sampling=self._objective.sampling)
+        return _named(self._learner.update(batch, steps, objective), "train")
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full parameters by Hugging Face name; all ranks must exhaust it together."""
+        return full_parameters(self._policy.hf_named_parameters(), self._bucket_bytes)
+
+    @register(Dispatch.ALL)
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self._learner)
+
+    @register(Dispatch.ALL)
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self._learner)
+
+    @register(Dispatch.ALL)
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, config, tokenizer, processor)."""
+        save_hf_folder(self._policy, self.full_weights(), self._renderer, folder, write=checkpoint.is_writer())
+
+
+@final
+class ReferenceWorker:
+    """The frozen policy that the KL is measured against."""
+
+    def __init__(self, learn: Learner, sampling: SamplingDistribution) -> None:
+        self._learner = learn
+        self._sampling = sampling
+
+    @classmethod
+    def build(cls, context: BuildContext) -> Self:
+        config = context.config
+        ref = config.actor_rollout_ref.ref
+        policy = _load(context, ref.fsdp_config, frozen=True)
+        limits = context.limits(config.ref_token_budget, ref.log_prob_micro_batch_size_per_gpu)
+        return cls(learner(policy, context, limits, None), sampling_distribution(context))
+
+    @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Return the log-probs of sampled tokens under the reference."""
+        return _log_probs(self._learner, self._sampling, batch, (REF_LOG_PROBS,))
+
+
+def sampling_distribution(context: BuildContext) -> SamplingDistribution:
+    """Return what the engine samples from: the learner's log-probs are those of the same distribution."""
+    policy = context.config.actor_rollout_ref
+    return SamplingDistribution(
+        temperature=policy.rollout.temperature,
+        banned_ids=tuple(context.renderer.banned_ids),
+        chunk_tokens=policy.actor.entropy_from_logits_chunk_size,
+    )
+
+
+def policy_objective(context: BuildContext) -> PolicyObjective:
+    """Return the actor's objective from the settings."""
+    config: Config = context.config
+    actor = config.actor_rollout_ref.actor
+    return PolicyObjective(
+        loss=policy_losses.get_policy_loss(actor.policy_loss.loss_mode),
+        params=LossParams(
+            clip_ratio_low=actor.clip_low, clip_ratio_high=actor.clip_high, clip_ratio_c=actor.clip_ratio_c
+        ),
+        sampling=sampling_distribution(context),
+        mode=actor.loss_agg_mode,
+        norm_length=actor.loss_scale_factor or float(config.data.max_response_length),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        kl_type=actor.kl_loss_type,
+    )
+
+
+def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy:
+    model = context.config.actor_rollout_ref.model
+    policy = load_policy(
+        model.path,
+        torch.float32,  # master weights
+        gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,
+        freeze_vision_tower=model.freeze_vision_tower,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if frozen:
+        policy.requires_grad_(False)
+    sharded(policy, blocks_of(policy), fsdp, context)
+    return policy
+
+
+def _log_probs(
+    learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...]
+) -> DataProto:
+    def run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
+        outputs = module(
+            packed,
+            temperature=sampling.temperature,
+            banned_ids=sampling.banned_ids,
+            want_entropy=len(names) > 1,
+            chunk_tokens=sampling.chunk_tokens,
+            positions=rows.ragged(LOSS_MASK).values.to(packed.input_ids.device),
+        )
+        return [outputs.log_probs] if outputs.entropy is None else [outputs.log_probs, outputs.entropy]
+
+    columns = learn.infer(batch, run)  # nothing on a rank without rows, which still ran the collectives
+    return DataProto(dict(zip(names, columns, strict=True)) if columns else {})
+
+
+def _named(metrics: dict[str, float], role: str) -> dict[str, float]:
+    """Put the learner's own metrics under the role's name."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,90 @@
+"""From settings to a sharded module with its optimizer and packer: what actor, critic and reference share when built."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vrl.algorithms.schedules import constant_factor, cosine_factor
+from vrl.models.images import ImageCache
+from vrl.models.renderer import HFRenderer
+from vrl.protocol.config.model import FsdpConfig, OptimConfig
+from vrl.protocol.config.schema import Config
+from vrl.workers.learner import BatchLimits, Learner, OptimizerState
+from vrl.workers.microbatch import Packer
+from vrl.workers.process import fsdp_mesh
+from vrl.workers.sharding import Shardable, shard
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """What every role of a process is built from."""
+
+    config: Config
+    device: torch.device
+    renderer: HFRenderer
+    images: ImageCache | None  # None for text models
+
+    def dtype(self, wanted: str) -> torch.dtype:
+        """Return the dtype of computation: bfloat16 on a GPU and float32 on a CPU unless the setting says otherwise."""
+        if wanted != "auto":
+            return getattr(torch, wanted)
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def packer(self) -> Packer:
+        return Packer(self.images, needs_positions=self.images is not None)
+
+    def limits(self, max_tokens: int, rows: int | None) -> BatchLimits:
+        """Return the micro-batch limits: by tokens with `use_dynamic_bsz`, else `rows` at a time."""
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz or rows is None:
+            return BatchLimits(max_tokens=max_tokens)
+        return BatchLimits(rows=rows)
+
+
+def sharded(module: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig, context: BuildContext) -> DeviceMesh:
+    """Shard a module in place over the process group; return the mesh."""
+    module.to(context.device)
+    mesh = fsdp_mesh(context.device.type, config.fsdp_size)
+    shard(module, blocks, mesh, context.dtype(config.dtype), config.reshard_after_forward)
+    return mesh
+
+
+def blocks_of(module: Shardable) -> list[nn.Module]:
+    """Return the parts that are sharded one by one."""
+    return [*module.vision_blocks(), *module.decoder_layers()]
+
+
+def stepper(module: nn.Module, config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerState:
+    """Return AdamW over the trainable parameters with its schedule over `total_steps` optimizer steps."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+    )
+    return OptimizerState(optimizer=optimizer, schedule=schedule(config, total_steps), grad_clip=grad_clip)
+
+
+def schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """Return the learning-rate factor by optimizer steps taken."""
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
+    if config.lr_scheduler_type == "constant":
+        return partial(constant_factor, warmup_steps=warmup)
+    return partial(
+        cosine_factor,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=config.min_lr_ratio,
+        num_cycles=config.num_cycles,
+    )
+
+
+def learner(
+    module: nn.Module, context: BuildContext, limits: BatchLimits, step: OptimizerState | None
+) -> Learner:
+    return Learner(module, context.packer(), limits, step)

@@ -1,0 +1,74 @@
+"""The critic: values of prefixes, and its update. One instance a rank; all ranks call alike."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+from vrl.models.loading import load_value_model
+from vrl.models.packing import PackedBatch
+from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, VALUES
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.dispatch import Dispatch, register
+from vrl.workers import checkpoint
+from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
+from vrl.workers.learner import Learner
+from vrl.workers.losses import REQUIRED_BY_VALUE, ValueObjective
+
+
+@final
+class CriticWorker:
+    """Holds the value model and its optimizer."""
+
+    def __init__(self, learn: Learner, objective: ValueObjective) -> None:
+        self._learner = learn
+        self._objective = objective
+
+    @classmethod
+    def build(cls, context: BuildContext, total_steps: int) -> Self:
+        """Load, shard and give an optimizer. `total_steps` counts optimizer steps of the whole run."""
+        config = context.config
+        critic = config.critic
+        module = load_value_model(
+            config.critic_model_path,
+            torch.float32,  # master weights
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            freeze_vision_tower=critic.model.freeze_vision_tower,
+            override_config=critic.model.override_config,
+            trust_remote_code=critic.model.trust_remote_code,
+        )
+        sharded(module, blocks_of(module), critic.fsdp_config, context)
+        limits = context.limits(config.critic_token_budget, critic.ppo_micro_batch_size_per_gpu)
+        step = stepper(module, critic.optim, critic.grad_clip, total_steps)
+        objective = ValueObjective(
+            cliprange_value=critic.cliprange_value,
+            mode=critic.loss_agg_mode,
+            norm_length=float(config.data.max_response_length),
+        )
+        return cls(learner(module, context, limits, step), objective)
+
+    @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))
+    def values(self, batch: DataProto) -> DataProto:
+        """Return the value of the prefix before each token."""
+        columns = self._learner.infer(batch, _run)
+        return DataProto({VALUES: columns[0]} if columns else {})
+
+    @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_VALUE)
+    def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Take one optimizer step a mini-batch; return metrics."""
+        metrics = self._learner.update(batch, steps, self._objective)
+        return {name if "/" in name else f"critic/{name}": value for name, value in metrics.items()}
+
+    @register(Dispatch.ALL)
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self._learner)
+
+    @register(Dispatch.ALL)
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self._learner)
+
+
+def _run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
+    return [module(packed)]

@@ -1,0 +1,227 @@
+"""The learner: one sharded module with its optimizer, and the only place that micro-batches, accumulates and steps.
+
+Actor, critic and reference differ in module and loss alone. A rank calls the same methods in the same order as all
+others of its group; every micro-batch runs the same collectives on every rank, also where a rank holds no row.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vrl.algorithms.aggregation import Counts
+from vrl.models.packing import PackedBatch
+from vrl.protocol.balance import micro_batches, partition
+from vrl.protocol.columns import INPUT_IDS
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.metrics import reduce_metrics
+from vrl.protocol.ragged import Ragged, concat_ragged
+from vrl.workers.microbatch import Packer, dummy_batch
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a loss returns for one micro-batch.
+
+    `loss` is already divided by the mini-batch's global counts: the sum over micro-batches and ranks is its value.
+    `sums` and `maxima` are detached scalars for metrics.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(Protocol):
+    """A role's loss."""
+
+    def counts(self, rows: DataProto) -> Counts:
+        """Return the local counts that the aggregation will divide by."""
+        ...
+
+    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput: ...
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+        """Turn global sums and maxima of one mini-batch into named metrics."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How rows are cut into micro-batches: by token budget, or `rows` at a time when that is set."""
+
+    max_tokens: int = 16384
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """What steps a module: optimizer, schedule (optimizer steps taken -> factor of the base rate) and clipping."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    grad_clip: float
+
+
+class Stopwatch:
+    """Adds up seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Book the time since the last lap under `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+class Learner:
+    """Runs a module over rows. `stepper` is None for a frozen one."""
+
+    def __init__(self, module: nn.Module, packer: Packer, limits: BatchLimits, stepper: OptimizerState | None) -> None:
+        self.module = module
+        self.packer = packer
+        self.limits = limits
+        self.stepper = stepper
+        self.steps_taken = 0  # skipped ones included: the schedule goes on
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self._base_lrs = [group["lr"] for group in stepper.optimizer.param_groups] if stepper else []
+        self._device = next(module.parameters()).device
+
+    # -- forward only -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def infer(
+        self, batch: DataProto, run: Callable[[nn.Module, PackedBatch, DataProto], Sequence[Tensor]]
+    ) -> list[Ragged]:
+        """Return one or more per-token results `[T]` in the order of the rows. `run` gives tensors `[T]` of a micro-batch."""
+        self.module.eval()
+        plan = self._plan(batch, list(range(len(batch))))
+        parts: list[list[Ragged]] = []
+        for members in plan:
+            rows = batch.rows(members) if members else dummy_batch(batch, self.packer.needs_positions)
+            outputs = run(self.module, self.packer.pack(rows, self._device), rows)
+            if members:
+                offsets = rows.ragged(INPUT_IDS).offsets
+                parts.append([Ragged(output.float().cpu(), offsets) for output in outputs])
+        self.module.train()
+        if not parts:
+            return []
+        order = torch.tensor([i for members in plan for i in members])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        joined = [concat_ragged(column) for column in zip(*parts, strict=True)]
+        return [DataProto({"x": column}).rows(back).ragged("x") for column in joined]
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def update(self, batch: DataProto, steps: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+        """Take one optimizer step for each entry of `steps` (rows of this rank's part of a mini-batch).
+
+        Returns metrics that are equal on all ranks, apart from `timing_s/*`.
+        """
+        assert self.stepper is not None, "this module is frozen"
+        watch = Stopwatch()
+        merged = reduce_metrics([self._mini_batch(batch, members, loss, watch) for members in steps])
+        merged["skipped_steps"] = float(self.skipped_steps)
+        merged["skipped_in_a_row"] = float(self.skipped_in_a_row)
+        return merged | {f"timing_s/{stage}": seconds for stage, seconds in watch.seconds.items()}
+
+    def _mini_batch(self, batch: DataProto, members: Sequence[int], loss: Loss, watch: Stopwatch) -> dict[str, float]:
+        rows = batch.rows(list(members))
+        totals = self._global_counts(loss.counts(rows))
+        outputs: list[LossOutput] = []
+        # FSDP averages gradients over its ranks; the loss is a share of the global one, so that the sum is wanted.
+        scale = float(dist.get_world_size())
+        for part in self._plan(rows, list(range(len(rows)))):
+            micro = rows.rows(part) if part else dummy_batch(rows, self.packer.needs_positions)
+            packed = self.packer.pack(micro, self._device)
+            watch.lap("data")
+            output = loss(self.module, packed, micro, totals)
+            watch.lap("forward")
+            (output.loss * (scale if part else 0.0)).backward()
+            watch.lap("backward")
+            if part:
+                outputs.append(output)
+        grad_norm, lr = self._step()
+        watch.lap("optimizer")
+        sums, maxima = self._global_metrics(outputs)
+        watch.lap("metrics")
+        return loss.metrics(sums, maxima, totals) | {"grad_norm": grad_norm, "lr": lr}
+
+    def _step(self) -> tuple[float, float]:
+        """Clip and step, or skip on all ranks alike when the gradient is not finite. Returns gradient norm and rate."""
+        assert self.stepper is not None
+        optimizer = self.stepper.optimizer
+        factor = self.stepper.schedule(self.steps_taken)
+        for group, base in zip(optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * factor
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if math.isfinite(float(total)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.stepper.grad_clip, total)
+            optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+        optimizer.zero_grad(set_to_none=True)
+        self.steps_taken += 1
+        return float(total), self._base_lrs[0] * factor
+
+    # -- plans and reductions -----------------------------------------------------------------------------------
+
+    def _plan(self, batch: DataProto, members: list[int]) -> list[list[int]]:
+        """Cut rows into micro-batches; all ranks get the same number, empty lists fill up."""
+        lengths = batch.ragged(INPUT_IDS).lengths.tolist() if len(batch) else []
+        wanted = [lengths[i] for i in members]
+        if self.limits.rows is not None:
+            plan = [list(range(i, min(i + self.limits.rows, len(wanted)))) for i in range(0, len(wanted), self.limits.rows)]
+        else:
+            plan = micro_batches(wanted, self.limits.max_tokens)
+        count = self._global_max(max(1, len(plan)))
+        if len(plan) < count and self.limits.rows is None and len(wanted) >= count:
+            plan = partition(wanted, count)
+        plan += [[] for _ in range(count - len(plan))]
+        return [[members[i] for i in part] for part in plan]
+
+    def _global_max(self, value: int) -> int:
+        tensor = torch.tensor([value], device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def _global_counts(self, local: Counts) -> Counts:
+        tensor = torch.tensor([local.tokens, local.sequences], dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor)
+        tokens, sequences = tensor.tolist()
+        return Counts(int(tokens), int(sequences))
+
+    def _global_metrics(self, outputs: Sequence[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
+        """Reduce the sums and maxima over micro-batches and ranks. All ranks use the same loss, so the same names."""
+        names = self._agree_names(outputs)
+        sums = torch.zeros(len(names[0]), dtype=torch.float64, device=self._device)
+        maxima = torch.full((len(names[1]),), -math.inf, dtype=torch.float64, device=self._device)
+        for output in outputs:
+            sums += torch.stack([output.sums[name].double() for name in names[0]]) if names[0] else 0
+            if names[1]:
+                maxima = torch.maximum(maxima, torch.stack([output.maxima[name].double() for name in names[1]]))
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return dict(zip(names[0], sums.tolist(), strict=True)), dict(zip(names[1], maxima.tolist(), strict=True))
+
+    def _agree_names(self, outputs: Sequence[LossOutput]) -> tuple[list[str], list[str]]:
+        # A rank whose whole share was empty learns the names from the others.
+        mine = (sorted(outputs[0].sums), sorted(outputs[0].maxima)) if outputs else None
+        everyone: list[tuple[list[str], list[str]] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return next((names for names in everyone if names is not None), ([], []))

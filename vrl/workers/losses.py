@@ -1,0 +1,190 @@
+"""The losses of the roles, as the learner wants them: counts, one micro-batch, metrics. Formulas live in `algorithms/`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from vrl.algorithms import aggregation
+from vrl.algorithms.aggregation import Counts
+from vrl.algorithms.kl import kl_estimate
+from vrl.algorithms.losses.registry import LossInputs, LossParams, PolicyLoss
+from vrl.algorithms.losses.value_loss import value_loss
+from vrl.models.packing import PackedBatch
+from vrl.protocol.columns import (
+    ADVANTAGES,
+    INPUT_IDS,
+    LOSS_MASK,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    RETURNS,
+    ROLLOUT_LOG_PROBS,
+    VALUES,
+)
+from vrl.protocol.dataproto import DataProto
+from vrl.workers.learner import LossOutput
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDistribution:
+    """What the engine samples from, and the learner computes log-probs of."""
+
+    temperature: float
+    banned_ids: tuple[int, ...]
+    chunk_tokens: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference)."""
+
+    loss: PolicyLoss
+    params: LossParams
+    sampling: SamplingDistribution
+    mode: str
+    norm_length: float | None
+    entropy_coeff: float
+    kl_coef: float | None  # None: no KL term
+    kl_type: str
+
+    def counts(self, rows: DataProto) -> Counts:
+        return _counts(rows)
+
+    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        mask = rows.ragged(LOSS_MASK).values
+        offsets = rows.ragged(INPUT_IDS).offsets
+        device = packed.input_ids.device
+        outputs = module(
+            packed,
+            temperature=self.sampling.temperature,
+            banned_ids=self.sampling.banned_ids,
+            want_entropy=True,
+            chunk_tokens=self.sampling.chunk_tokens,
+            positions=mask.to(device),
+        )
+        log_probs, entropy = outputs.log_probs, outputs.entropy
+        detached = log_probs.detach()
+        on_policy = OLD_LOG_PROBS not in rows  # the only update of a step: its own forward gives the old log-probs
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=detached if on_policy else _column(rows, OLD_LOG_PROBS, device),
+            advantages=_column(rows, ADVANTAGES, device),
+            mask=mask.to(device),
+            offsets=offsets.to(device),
+        )
+        result = self.loss(inputs, self.params)
+        per_token = result.per_token
+        # A loss whose paper fixes the aggregation brings its own; the other terms follow the setting.
+        total = self._aggregate(per_token, inputs, totals, self.loss.aggregation or self.mode)
+        sums = dict(aggregation.token_sums(dict(result.metrics), inputs.mask))
+        sums["pg_loss"] = total.detach()
+        sums["entropy"] = (entropy.detach() * inputs.mask).sum()
+        if self.entropy_coeff:
+            total = total - self.entropy_coeff * self._aggregate(entropy, inputs, totals, self.mode)
+        if self.kl_coef is not None:
+            kl = kl_estimate(log_probs, _column(rows, REF_LOG_PROBS, device), inputs.mask, self.kl_type)
+            kl_term = self._aggregate(kl, inputs, totals, self.mode)
+            sums["kl_loss"] = kl_term.detach()
+            total = total + self.kl_coef * kl_term
+        maxima = {}
+        if on_policy:
+            difference = probability_difference(detached, _column(rows, ROLLOUT_LOG_PROBS, device), inputs.mask)
+            sums |= {"diff": difference.sum(), "diff_square": difference.double().square().sum()}
+            maxima["diff"] = difference.max()
+        return LossOutput(total, sums, maxima)
+
+    def _aggregate(self, per_token: Tensor, inputs: LossInputs, totals: Counts, mode: str) -> Tensor:
+        return aggregation.aggregate(per_token, inputs.mask, inputs.offsets, mode, totals, self.norm_length)
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+        tokens = max(totals.tokens, 1)
+        whole = ("pg_loss", "kl_loss")  # already shares of a global mean
+        out = {f"actor/{name}": sums[name] for name in whole if name in sums}
+        for name in sums.keys() - {*whole, "diff", "diff_square"}:
+            out[f"actor/{name}"] = sums[name] / tokens
+        if "diff" in sums:
+            out |= difference_metrics(sums["diff"], sums["diff_square"], maxima["diff"], tokens)
+        return out
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueObjective:
+    """The critic's clipped value loss."""
+
+    cliprange_value: float
+    mode: str
+    norm_length: float | None
+
+    def counts(self, rows: DataProto) -> Counts:
+        return _counts(rows)
+
+    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        device = packed.input_ids.device
+        mask = rows.ragged(LOSS_MASK).values.to(device)
+        values = module(packed)
+        old, returns = _column(rows, VALUES, device), _column(rows, RETURNS, device)
+        result = value_loss(values, old, returns, mask, self.cliprange_value)
+        offsets = rows.ragged(INPUT_IDS).offsets.to(device)
+        loss = aggregation.aggregate(result.per_token, mask, offsets, self.mode, totals, self.norm_length)
+        sums = dict(aggregation.token_sums(dict(result.metrics), mask))
+        sums |= {"vf_loss": loss.detach(), "vpred_mean": (values.detach() * mask).sum()}
+        return LossOutput(loss, sums)
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+        tokens = max(totals.tokens, 1)
+        return {f"critic/{name}": value if name == "vf_loss" else value / tokens for name, value in sums.items()}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedObjective:
+    """Cross-entropy on the tokens of `loss_mask`, mean over them: what `vrl sft` and the warm start minimise."""
+
+    sampling: SamplingDistribution
+
+    def counts(self, rows: DataProto) -> Counts:
+        return _counts(rows)
+
+    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        mask = rows.ragged(LOSS_MASK).values.to(packed.input_ids.device)
+        outputs = module(packed, chunk_tokens=self.sampling.chunk_tokens, positions=mask)
+        loss = -torch.where(mask, outputs.log_probs, 0.0).sum() / max(totals.tokens, 1)
+        return LossOutput(loss, {"loss": loss.detach()})
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+        return {f"train/{name}": value for name, value in sums.items()}
+
+
+def probability_difference(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return |p_trainer - p_engine| on sampled tokens, 0 elsewhere."""
+    return torch.where(mask, (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)
+
+
+def difference_metrics(total: float, squares: float, largest: float, tokens: int) -> dict[str, float]:
+    """Return verl's `training/rollout_probs_diff_*` from sums over the sampled tokens."""
+    mean = total / tokens
+    variance = max(squares / tokens - mean**2, 0.0) * tokens / max(tokens - 1, 1)
+    return {
+        "training/rollout_probs_diff_mean": mean,
+        "training/rollout_probs_diff_max": max(largest, 0.0),
+        "training/rollout_probs_diff_std": variance**0.5,
+    }
+
+
+def _counts(rows: DataProto) -> Counts:
+    if not len(rows):
+        return Counts(0, 0)
+    return aggregation.counts(rows.ragged(LOSS_MASK).values, rows.ragged(INPUT_IDS).offsets)
+
+
+def _column(rows: DataProto, name: str, device: torch.device) -> Tensor:
+    return rows.ragged(name).values.to(device)
+
+
+REQUIRED_BY_POLICY: Sequence[str] = (INPUT_IDS, LOSS_MASK, ADVANTAGES, ROLLOUT_LOG_PROBS)
+REQUIRED_BY_VALUE: Sequence[str] = (INPUT_IDS, LOSS_MASK, VALUES, RETURNS)

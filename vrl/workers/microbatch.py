@@ -1,0 +1,54 @@
+"""Rows of a batch to one packed model input; and the row a rank runs when it holds none."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vrl.models.images import ImageCache
+from vrl.models.packing import PackedBatch, pack
+from vrl.protocol.columns import COLUMNS, IMAGE_KEYS, INPUT_IDS, LOSS_MASK, POSITION_IDS
+from vrl.protocol.dataproto import DataProto, object_column
+from vrl.protocol.ragged import Ragged
+
+_DUMMY_LENGTH = 4
+
+
+class Packer:
+    """Packs rows for one model: ids, positions and the pixels of their images (decoded once, cached)."""
+
+    def __init__(self, images: ImageCache | None, needs_positions: bool) -> None:
+        self._images = images
+        self.needs_positions = needs_positions
+
+    def pack(self, rows: DataProto, device: torch.device) -> PackedBatch:
+        ids = rows.ragged(INPUT_IDS)
+        positions = rows.ragged(POSITION_IDS).values if self.needs_positions else None
+        pixels, grids = self._pixels(rows)
+        return pack(ids.values, ids.offsets, positions=positions, pixel_values=pixels, image_grid_thw=grids).to(device)
+
+    def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None]:
+        if self._images is None or IMAGE_KEYS not in rows:
+            return None, None
+        keys: Sequence[str] = [key for row in rows.objects[IMAGE_KEYS] for key in row]
+        if not keys:
+            return None, None
+        found = [self._images.get(key, rows.blobs[key]) for key in keys]
+        return torch.cat([pixels for pixels, _ in found]), torch.cat([grid for _, grid in found])
+
+
+def dummy_batch(like: DataProto, needs_positions: bool) -> DataProto:
+    """Return one row with the columns of `like`, all zero but one sampled token. Its loss is multiplied by zero."""
+    offsets = torch.tensor([0, _DUMMY_LENGTH])
+    columns: dict[str, Tensor | Ragged] = {}
+    for name in {*like.columns, INPUT_IDS, LOSS_MASK, *([POSITION_IDS] if needs_positions else [])}:
+        spec = COLUMNS[name]
+        dtype = getattr(torch, spec.dtype)
+        if name == POSITION_IDS:
+            columns[name] = Ragged(torch.arange(_DUMMY_LENGTH)[:, None].expand(-1, 3), offsets)
+        elif spec.shape == "T":
+            columns[name] = Ragged(torch.zeros(_DUMMY_LENGTH, dtype=dtype), offsets)
+    mask = torch.zeros(_DUMMY_LENGTH, dtype=torch.bool)
+    mask[-1] = True
+    columns[LOSS_MASK] = Ragged(mask, offsets)
+    return DataProto(columns, {IMAGE_KEYS: object_column([()])})

@@ -1,0 +1,152 @@
+"""The rollout worker: an engine, its renderer and reward processes; generates the rows of a step and takes new weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+import torch.distributed as dist
+
+from vrl.agent.loop import EpisodeLimits, EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
+from vrl.agent.rewards.pool import RewardPool
+from vrl.agent.rewards.types import RewardSpec
+from vrl.protocol.config.schema import Config
+from vrl.protocol.dataproto import DataProto, Meta
+from vrl.protocol.dispatch import Dispatch, register
+from vrl.protocol.ports import Engine, PromptSource, Renderer
+from vrl.protocol.rows import batch_of
+from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
+from vrl.workers.actor import ActorWorker
+from vrl.workers.building import BuildContext
+from vrl.workers.engines import build_engine
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """The ranks that share one engine: its number, and the group that keeps them in step (None for one rank)."""
+
+    replica: int
+    is_leader: bool
+    leader_rank: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, tensor_parallel: int) -> Self:
+        """Cut the world into engines of neighbouring ranks. All ranks must call it."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        replica, place = divmod(rank, tensor_parallel)
+        mine = None
+        if tensor_parallel > 1:
+            for start in range(0, world, tensor_parallel):
+                group = dist.new_group(list(range(start, start + tensor_parallel)), backend="gloo")
+                mine = group if start == rank - place else mine
+        return cls(replica, place == 0, rank - place, mine)
+
+    def share(self, episodes: list[tuple[Prompt, int]] | None) -> list[tuple[Prompt, int]]:
+        box = [episodes]
+        dist.broadcast_object_list(box, src=self.leader_rank, group=self.group)
+        assert box[0] is not None
+        return box[0]
+
+
+@final
+class RolloutWorker:
+    """One replica, or one rank of a tensor-parallel one."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, scorer: Scorer, config: Config, place: EngineGroup) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._scorer = scorer
+        self._config = config
+        self._place = place
+        self.policy_version = -1  # 0 with the first sync: no rollout ever runs on weights that were not synced
+
+    @classmethod
+    def build(cls, context: BuildContext) -> Self:
+        """Start the engine and, on leaders, the reward processes."""
+        config = context.config
+        place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        engine = build_engine(context, place.replica)
+        scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
+        return cls(engine, context.renderer, scorer, config, place)
+
+    @register(Dispatch.ALL)
+    def generate(self, sources: Sequence[PromptSource], sampling: Sampling, step: int) -> DataProto | None:
+        """Run episodes until this replica's source is empty; leaders return their rows.
+
+        `sources` has one entry a replica; several may be the same shared queue.
+        """
+        source = sources[self._place.replica]
+        if self._place.group is not None:
+            source = LockStepSource(source if self._place.is_leader else None, self._place.share)
+        sink = TrajectoryList()
+        loop = EpisodeLoop(self._engine, self._renderer, self._scorer, self._limits(), sampling)
+        seconds = loop.run(source, sink, step, self.policy_version)
+        if not self._place.is_leader:
+            return None
+        timing = {
+            "gen/engine": seconds.engine,
+            "gen/loop": seconds.total - seconds.engine - seconds.waiting_for_rewards,
+            "reward": seconds.waiting_for_rewards,
+        }
+        meta = Meta(global_step=step, policy_version=self.policy_version, timing=timing)
+        return self._rows(sink.trajectories, meta)
+
+    @register(Dispatch.ALL)
+    def sync_weights(self, actor: ActorWorker) -> int:
+        """Take the actor's present weights into the engine; return the new policy version."""
+        self._engine.wake(["weights"])
+        self._engine.load_weights(actor.full_weights())
+        self._engine.wake(["kv_cache"])
+        self._engine.reset_caches()
+        self.policy_version += 1
+        return self.policy_version
+
+    @register(Dispatch.ALL)
+    def sleep(self) -> None:
+        """Give the engine's memory back while the learners work."""
+        if self._config.actor_rollout_ref.rollout.free_cache_engine:
+            self._engine.sleep()
+
+    def close(self) -> None:
+        """End the reward processes."""
+        if isinstance(self._scorer, RewardPool):
+            self._scorer.close()
+
+    def _limits(self) -> EpisodeLimits:
+        return EpisodeLimits(
+            max_response_tokens=self._config.data.max_response_length,
+            max_model_len=self._config.max_model_len,
+            max_running=self._config.actor_rollout_ref.rollout.max_num_seqs,
+        )
+
+    def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:
+        positions = [self._renderer.positions(t.input_ids, t.images) for t in trajectories if not _is_empty(t)]
+        if not any(position is not None for position in positions):
+            return batch_of(trajectories, None, meta)
+        filled = iter(positions)
+        rows = [
+            torch.zeros(1, 3, dtype=torch.int64) if _is_empty(t) else torch.as_tensor(next(filled), dtype=torch.int64)
+            for t in trajectories
+        ]
+        return batch_of(trajectories, rows, meta)
+
+
+def _is_empty(trajectory: Trajectory) -> bool:
+    """Whether an episode failed before it had a token of its own."""
+    return trajectory.stop_reason is StopReason.FAILED and len(trajectory.input_ids) == 1
+
+
+def _reward_pool(config: Config) -> RewardPool:
+    return RewardPool(config.reward_model.num_workers, config.reward_model.timeout, reward_spec(config))
+
+
+def reward_spec(config: Config) -> RewardSpec:
+    """Return what the reward processes load."""
+    custom = config.custom_reward_function
+    return RewardSpec(
+        function_path=custom.path,
+        function_name=custom.name,
+        function_kwargs=custom.reward_kwargs or config.reward_model.reward_kwargs,
+    )
