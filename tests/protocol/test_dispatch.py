@@ -68,7 +68,7 @@ def test_a_method_that_is_not_registered(name: str) -> None:
 
 
 def test_a_missing_column_names_method_column_and_writer() -> None:
-    with pytest.raises(ValueError, match="Critic.values") as caught:
+    with pytest.raises(ValueError, match=r"Critic\.values") as caught:
         check_columns(method_spec(Critic, "values"), batch_of_lengths([1]))
     assert OLD_LOG_PROBS in str(caught.value)
     assert COLUMNS[OLD_LOG_PROBS].writer in str(caught.value)
@@ -144,7 +144,9 @@ def test_no_rows_no_steps() -> None:
 
 @checked
 @given(GROUPS, st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(0, 2**40))
-def test_a_mini_batch_is_all_rows_of_so_many_uids(groups: list[str], size: int, epochs: int, shuffle: bool, seed: int) -> None:
+def test_a_mini_batch_is_all_rows_of_so_many_uids(
+    groups: list[str], size: int, epochs: int, shuffle: bool, seed: int
+) -> None:
     column = assign_mini_batches(groups, size, epochs, seed, shuffle)
     assert (column.dtype, tuple(column.shape)) == (torch.int64, (len(groups), epochs))
     distinct = len(set(groups))

@@ -110,7 +110,10 @@ def test_positions_follow_the_rows() -> None:
 
 def test_a_failure_is_recorded_beside_the_parts_of_the_score() -> None:
     extra = {"format": 1.0}
-    rows = [trajectory((0, 1), score_extra=extra), trajectory((0,), stop_reason=StopReason.FAILED, failure="Timeout", score=0.0)]
+    rows = [
+        trajectory((0, 1), score_extra=extra),
+        trajectory((0,), stop_reason=StopReason.FAILED, failure="Timeout", score=0.0),
+    ]
     batch = batch_of(rows, None, Meta())
     assert batch.objects[SCORE_EXTRA].tolist() == [{"format": 1.0}, {"failure": "Timeout"}]
     assert batch.objects[STOP_REASON].tolist() == ["answer", "failed"]

@@ -5,6 +5,7 @@ micro-batch with the same global counts. The results summed over micro-batches a
 however the rows were cut; nothing depends on a padded width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -84,6 +85,6 @@ def _divisor(mode: str, global_counts: Counts, norm_length: int | None) -> float
     return sequences * norm_length
 
 
-def token_sums(metrics: dict[str, Float[Tensor, " T"]], mask: Bool[Tensor, " T"]) -> dict[str, Float[Tensor, ""]]:
+def token_sums(metrics: Mapping[str, Float[Tensor, " T"]], mask: Bool[Tensor, " T"]) -> dict[str, Float[Tensor, ""]]:
     """Sums over the sampled tokens: add them over micro-batches and ranks, divide once by the global tokens."""
     return {name: torch.where(mask, values.detach(), 0.0).sum() for name, values in metrics.items()}

@@ -79,7 +79,7 @@ def reverse_scan(x: Float[Tensor, " N"], counts: Int64[Tensor, " B"], decay: flo
     blocks_of_row = (counts + _BLOCK - 1) // _BLOCK
     place = _block_places(counts, blocks_of_row, x.numel())
     blocks = x.new_zeros(int(blocks_of_row.sum()), _BLOCK)
-    blocks.view(-1)[place] = x
+    blocks.view(-1).scatter_(0, place, x)
     steps = torch.arange(_BLOCK + 1, device=x.device)
     powers = (float(decay) ** steps.double()).to(x.dtype)
     solved = blocks @ powers[(steps[:-1, None] - steps[:-1]).clamp(min=0)].tril()
@@ -117,9 +117,8 @@ def standardised(x: Float[Tensor, " N"], eps: float = 1e-8) -> Float[Tensor, " N
 
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"], eps: float = 1e-8) -> Float[Tensor, " T"]:
     """`standardised` over the sampled tokens only; 0 on masked tokens, which are never read."""
-    out = torch.zeros_like(x)
-    out[mask] = standardised(x[mask], eps)
-    return out
+    positions = mask.nonzero().squeeze(1)
+    return torch.zeros_like(x).scatter_(0, positions, standardised(x.index_select(0, positions), eps))
 
 
 @final

@@ -8,7 +8,6 @@ The driver calls `group.call(method, batch, ...)`; the method's own declaration 
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -197,18 +196,21 @@ def _cores(local_rank: int, count: int) -> tuple[int, ...]:
     return tuple(chosen) if len(chosen) == count else ()
 
 
-def start_ray(config: Config) -> None:
+def start_ray(config: Config, gpus: bool) -> None:
     """Start Ray here, or join the cluster of `ray_kwargs.ray_init.address`."""
     settings = config.ray_kwargs.ray_init
-    begin = time.perf_counter()
-    options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.ERROR, "include_dashboard": False}
     if settings.address is not None:
-        ray.init(address=settings.address, **{k: v for k, v in options.items() if k != "include_dashboard"})
-    else:
-        ranks = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
-        cpus = settings.num_cpus or max(ranks + 1, len(os.sched_getaffinity(0)))
-        ray.init(num_cpus=cpus, object_store_memory=_OBJECT_STORE_BYTES, **options)
-    _LOG.info("Ray is up after %.1f s", time.perf_counter() - begin)
+        ray.init(address=settings.address, logging_level=logging.ERROR, log_to_driver=False)
+        return
+    ranks = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
+    ray.init(
+        num_cpus=settings.num_cpus or max(ranks, len(os.sched_getaffinity(0))),
+        # Batches only pass through; Ray's default of 30 % of the memory is far too much beside models on a laptop.
+        object_store_memory=None if gpus else _OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,  # what workers print stands in Ray's own log files; their errors reach the driver
+        logging_level=logging.ERROR,
+    )
 
 
-_OBJECT_STORE_BYTES = 512 * 2**20  # batches pass through; the default of 30 % of memory is far too much on a laptop
+_OBJECT_STORE_BYTES = 512 * 2**20

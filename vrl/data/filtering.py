@@ -29,6 +29,7 @@ class FilterReport:
     broken: int
     cut: int  # kept text rows that are longer than the limit, for `truncate`
     longest: int  # tokens of the longest prompt seen, images expanded
+    most_images: int  # images of the kept row that has most
     examples: tuple[str, ...]  # messages of the first rows left out
 
     @property
@@ -77,7 +78,7 @@ def filter_rows(
     """
     kept: list[int] = []
     faults: list[str] = []
-    broken = cut = longest = 0
+    broken = cut = longest = most_images = 0
     for index, row in enumerate(_measured(dataset, renderer, workers, progress)):
         if isinstance(row, DataError):
             broken += 1
@@ -88,6 +89,7 @@ def filter_rows(
         if fits or (overlong == "cut" and not row.images):
             kept.append(index)
             cut += not fits
+            most_images = max(most_images, row.images)
         else:
             lengths = f"{row.length} tokens, data.max_prompt_length is {max_prompt_length}"
             faults.append(f"{dataset.where(index)}: the prompt ({row.images} images) has {lengths}")
@@ -97,6 +99,7 @@ def filter_rows(
         broken=broken,
         cut=cut,
         longest=longest,
+        most_images=most_images,
         examples=tuple(faults[:_EXAMPLES]),
     )
     _refuse(report, overlong, bad_row)

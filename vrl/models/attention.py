@@ -1,8 +1,8 @@
 """Self-attention of packed rows without a T x T mask: one registered attention function for text and vision layers.
 
-Rows of different length stand behind one another in a sequence; each may look only at itself. On a GPU in half precision
-torch's variable-length flash kernel does it. Elsewhere each run of equally long neighbours is one call. (Padding rows of
-similar length to a common width was measured, too: on a CPU the padding costs more than the calls it saves.)
+Rows of different length stand behind one another in a sequence; each may look only at itself. On a GPU in half
+precision torch's variable-length flash kernel does it. Elsewhere each run of equally long neighbours is one call.
+(Padding rows of similar length to a common width was measured, too: on a CPU it costs more than the calls it saves.)
 `packing.pack` makes the plans, `backbone` passes them along, `loading` selects the function by its name.
 """
 
@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 VARLEN_ATTENTION: Final = "vrl_varlen"
-# Qwen2.5-VL's vision blocks hand a function whole sequences with their bounds only if "flash" is in its name; others are
-# called once per window, hundreds of times an image.
+# Qwen2.5-VL's vision blocks hand a function whole sequences with their bounds only if "flash" is in its name; others
+# are called once a window, hundreds of times an image.
 VARLEN_VISION_ATTENTION: Final = "vrl_varlen_flash"
 PLANS_KEYWORD: Final = "vrl_plans"
 
@@ -65,7 +65,7 @@ def plan_runs(lengths: Sequence[int]) -> tuple[Run, ...]:
 
 
 def varlen_attention(
-    module: nn.Module,
+    module: nn.Module,  # noqa: ARG001 - transformers passes it first
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 KV T D"],
     value: Float[Tensor, "1 KV T D"],
@@ -80,7 +80,7 @@ def varlen_attention(
     Raises:
         ValueError: called without plans or with something that it does not implement (mask, dropout, sinks, soft cap).
     """
-    plans = kwargs.get(PLANS_KEYWORD)
+    plans: AttentionPlans | None = kwargs.get(PLANS_KEYWORD)
     if plans is None or attention_mask is not None:
         raise ValueError(
             f"attention {VARLEN_ATTENTION!r} runs packed batches only (keyword {PLANS_KEYWORD}, no mask); "
@@ -98,7 +98,7 @@ def varlen_attention(
         longest = kwargs["max_length_q"]
         reach = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
         grouped = q.shape[1] != k.shape[1]
-        out = varlen_attn(
+        out: Any = varlen_attn(
             q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=reach, enable_gqa=grouped
         )
         return out[None], None

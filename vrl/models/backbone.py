@@ -1,18 +1,20 @@
 """The packed forward pass up to the hidden states, for text models and Qwen2.5-VL. Policy and value model share it."""
 
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLModel
 
 from vrl.models.attention import PLANS_KEYWORD
 from vrl.models.packing import PackedBatch
 from vrl.models.qwen2_5_vl import backbone as qwen2_5_vl
 
 
-def is_vision_language(base: nn.Module) -> bool:
+def is_vision_language(base: nn.Module) -> TypeGuard[Qwen2_5_VLModel]:
     """Tell whether the model has a vision tower that vrl can run."""
-    return base.config.model_type == qwen2_5_vl.MODEL_TYPE
+    return isinstance(base, Qwen2_5_VLModel)
 
 
 def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
@@ -23,7 +25,7 @@ def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
     if is_vision_language(base):
         return qwen2_5_vl.decode(base, qwen2_5_vl.embed(base, packed), packed)
     if packed.image_grid_thw is not None:
-        raise ValueError(f"the batch has images, but a {base.config.model_type} model takes text only")
+        raise ValueError(f"the batch has images, but a {_config(base).model_type} model takes text only")
     return base(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
@@ -44,13 +46,18 @@ def follows(packed: PackedBatch) -> Bool[Tensor, " T"]:
 def decoder_layers(base: nn.Module) -> Sequence[nn.Module]:
     """Return the decoder's layers, to shard and recompute one by one."""
     text = base.language_model if is_vision_language(base) else base
-    wanted = text.config.num_hidden_layers
+    wanted = _config(text).num_hidden_layers
     for child in text.children():
         if isinstance(child, nn.ModuleList) and len(child) == wanted:
             return list(child)
-    raise ValueError(f"found no list of {wanted} decoder layers in a {base.config.model_type} model")
+    raise ValueError(f"found no list of {wanted} decoder layers in a {_config(base).model_type} model")
 
 
 def vision_blocks(base: nn.Module) -> Sequence[nn.Module]:
     """Return the vision tower's blocks; none for text models."""
     return list(base.visual.blocks) if is_vision_language(base) else []
+
+
+def _config(model: nn.Module) -> Any:
+    """Return the library's config, which a module's type does not tell of."""
+    return model.config

@@ -8,13 +8,13 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from jaxtyping import Float, Int
 from PIL import Image, ImageOps
 from torch import Tensor
-from transformers import BaseImageProcessor
+from transformers import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vrl.protocol.errors import DataError
@@ -43,7 +43,7 @@ class ImageRule:
         if min(height, width) < 1:
             raise DataError(f"the image has no pixels ({height} x {width})")
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise DataError(f"the image is {height} x {width}: one side is more than {MAX_ASPECT_RATIO} times the other")
+            raise DataError(f"the image is {height} x {width}: one side is over {MAX_ASPECT_RATIO} times the other")
         factor = self.patch_size * self.merge_size
         resized = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, resized[0] // self.patch_size, resized[1] // self.patch_size
@@ -53,9 +53,9 @@ class ImageRule:
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
 
-def rule_of(processor: BaseImageProcessor) -> ImageRule:
+def rule_of(processor: Qwen2VLImageProcessor) -> ImageRule:
     """Return the rule that a loaded Qwen2-VL image processor follows."""
-    size = processor.size
+    size: Any = processor.size
     return ImageRule(
         min_pixels=size["shortest_edge"],
         max_pixels=size["longest_edge"],
@@ -86,7 +86,7 @@ def decode_image(data: bytes) -> Image.Image:
 class ImageCache:
     """Patches of images, least recently used ones dropped beyond a number of bytes. One a process; shared tensors."""
 
-    def __init__(self, processor: BaseImageProcessor, max_bytes: int) -> None:
+    def __init__(self, processor: Qwen2VLImageProcessor, max_bytes: int) -> None:
         self._processor = processor
         self._rule = rule_of(processor)
         self._max_bytes = max_bytes

@@ -110,7 +110,9 @@ def load_value_model(
     base, unexpected = _load_weights(AutoModel, path, config, dtype, trust_remote_code)
     left_over = sorted(name for name in unexpected if not name.startswith("lm_head."))
     if left_over:
-        raise DataError(f"{path} holds weights that a {config.model_type} value model has no place for: {_some(left_over)}")
+        raise DataError(
+            f"{path} holds weights that a {config.model_type} value model has no place for: {_some(left_over)}"
+        )
     model = ValueModel(base)
     if model.load_head(Path(path)):
         _logger.info("value head of %s loaded", path)
@@ -145,7 +147,9 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
-        raise DataError(f"{path} is neither a model folder nor a model that can be fetched: {_first_line(error)}") from error
+        raise DataError(
+            f"{path} is neither a model folder nor a model that can be fetched: {_first_line(error)}"
+        ) from error
     except (ValueError, KeyError) as error:
         raise ConfigError(f"transformers cannot read the config of {path}: {_first_line(error)}") from error
 
@@ -231,8 +235,9 @@ def _load_weights(
 
 def _finish(hf: PreTrainedModel, attention: str, *, gradient_checkpointing: bool, freeze_vision_tower: bool) -> None:
     varlen = attention == VARLEN_ATTENTION
-    if varlen and not hf._supports_attention_backend:  # the library's own mark; it has no public name
-        raise ConfigError(f"{hf.config.model_type} models have attention of their own, which cannot run packed rows")
+    # The library's own marks of a class; they have no public names.
+    if hf._is_stateful or not hf._supports_attention_backend:
+        raise ConfigError(f"{hf.config.model_type} models have layers of their own making, which would mix packed rows")
     for part in (hf.config, hf.config.get_text_config()):
         part._attn_implementation = attention
     if hf.config.model_type == QWEN2_5_VL:

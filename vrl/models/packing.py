@@ -22,7 +22,7 @@ class PackedBatch:
     input_ids: Int[Tensor, " T"]
     position_ids: Int[Tensor, " T"]
     mrope_positions: Int[Tensor, "T 3"] | None
-    cu_seqlens: Int[Tensor, " B+1"]
+    cu_seqlens: Int[Tensor, " B1"]
     max_length: int
     pixel_values: Float[Tensor, "P D"] | None
     image_grid_thw: Int[Tensor, "K 3"] | None
@@ -47,7 +47,7 @@ class PackedBatch:
 
 def pack(
     input_ids: Int[Tensor, " T"],
-    offsets: Int[Tensor, " B+1"],
+    offsets: Int[Tensor, " B1"],
     *,
     positions: Int[Tensor, "T 3"] | None = None,
     pixel_values: Float[Tensor, "P D"] | None = None,
@@ -68,10 +68,13 @@ def pack(
     lengths = offsets.diff()
     if len(input_ids) == 0 or int(lengths.min()) < 1:
         raise ValueError(
-            f"cannot pack rows of lengths {lengths.tolist()}: each needs a token; a rank without rows packs `filler_batch`"
+            f"cannot pack rows of lengths {lengths.tolist()}: there must be one, and each needs a token; "
+            "a rank without rows runs a dummy row"
         )
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(input_ids):
-        raise ValueError(f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but there are {len(input_ids)} tokens")
+        raise ValueError(
+            f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but there are {len(input_ids)} tokens"
+        )
     if (pixel_values is None) != (image_grid_thw is None):
         raise ValueError("pixel_values and image_grid_thw come together; one of them is missing")
     if image_grid_thw is not None and pixel_values is not None:
@@ -91,8 +94,3 @@ def pack(
         image_grid_thw=image_grid_thw,
         plans=AttentionPlans(lengths.tolist()),
     )
-
-
-def filler_batch(token_id: int) -> PackedBatch:
-    """Return one row of one token: what a rank without rows runs, with a loss of zero, so that its collectives match."""
-    return pack(torch.tensor([token_id]), torch.tensor([0, 1]))

@@ -1,14 +1,13 @@
 """The policy: a causal language model (with or without images) that returns log-probs of a packed batch.
 
-Actor and reference wrap a model in it, shard `decoder_layers()`, `vision_blocks()` and the policy itself with FSDP2, and
-call it. Everything down to the log-probs happens inside `forward`, because only there are the root's parameters
+Actor and reference wrap a model in it, shard `decoder_layers()`, `vision_blocks()` and the policy itself with FSDP2,
+and call it. Everything down to the log-probs happens inside `forward`, because only there are the root's parameters
 (embeddings and head) whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,7 +24,7 @@ BAN_SHIFT: Final = -100.0  # vLLM's lowest logit_bias; added to a logit, it is n
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """`log_probs[t]` and `entropy[t]` (nats) belong to token t given the tokens before it; 0 where they were not asked for."""
+    """`log_probs[t]` and `entropy[t]` (nats) belong to token t given those before it; 0 where not asked for."""
 
     log_probs: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
@@ -64,7 +63,7 @@ class CausalPolicy(nn.Module):
         if positions is not None:
             wanted = wanted & positions
         index = wanted.nonzero()[:, 0]
-        head = self.hf.get_output_embeddings()
+        head: Any = self.hf.get_output_embeddings()  # a linear layer; the library's type allows for none
         log_probs, entropy = token_log_probs(
             hidden[index - 1],
             (head.weight, head.bias),
@@ -91,17 +90,6 @@ class CausalPolicy(nn.Module):
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once under its Hugging Face state-dict name; a tied head comes as the embedding only."""
         yield from self.hf.named_parameters()
-
-    def save_pretrained(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write config and weights as a Hugging Face folder (no tokenizer: `HFRenderer.save_pretrained` does that).
-
-        Args:
-            folder: made when missing.
-            weights: full tensors by the names of `hf_named_parameters` (gathered from shards); the model's own by default.
-        """
-        if weights is None:
-            weights = dict(self.hf_named_parameters())
-        self.hf.save_pretrained(folder, state_dict={name: tensor.detach().cpu() for name, tensor in weights.items()})
 
 
 def _ban(banned_ids: Sequence[int], weight: Tensor) -> Float[Tensor, " V"] | None:

@@ -13,7 +13,6 @@ from jinja2 import TemplateError
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
-    BaseImageProcessor,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -70,7 +69,7 @@ class HFRenderer:
         """
         prepared = [self._prepare(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(
+            ids: Any = self._tokenizer.apply_chat_template(
                 prepared,
                 chat_template=self._chat_template,
                 add_generation_prompt=True,
@@ -80,6 +79,7 @@ class HFRenderer:
         except TemplateError as error:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
+        return ids
 
     def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
         """Return ids with each image placeholder repeated to the number of its visual tokens.
@@ -106,6 +106,10 @@ class HFRenderer:
             expanded.extend([token] * (next(counts) if token == vision.image_id else 1))
         return expanded
 
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the ids of an assistant's answer and the token that ends its turn: what supervised training learns."""
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self.eos_ids[0]]
+
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids; special tokens are left out unless asked for."""
         return self._tokenizer.decode(
@@ -126,7 +130,7 @@ class HFRenderer:
         return None if self._vision is None else ImageCache(self._vision.processor.image_processor, max_bytes)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write tokenizer, chat template and image processor (with this renderer's pixel limits) beside a saved model."""
+        """Write tokenizer, template and image processor (with this renderer's pixel limits) beside a saved model."""
         (self._tokenizer if self._vision is None else self._vision.processor).save_pretrained(folder)
 
     def _grid(self, vision: Vision, data: bytes) -> tuple[int, int, int]:
@@ -215,7 +219,7 @@ def load_renderer(
     return HFRenderer(tokenizer, template, _eos_ids(path, tokenizer, config), vision)
 
 
-def _set_limits(processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None) -> None:
+def _set_limits(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
     low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
     low, high = min_pixels or low, max_pixels or high
     if not 0 < low <= high:

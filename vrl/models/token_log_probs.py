@@ -23,7 +23,7 @@ def token_log_probs(
     want_entropy: bool = False,
     chunk_tokens: int = 1024,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return the log-prob of each target under `softmax((hidden @ weight.T + bias + shift) / temperature)` and its entropy.
+    """Return each target's log-prob under `softmax((hidden @ weight.T + bias + shift) / temperature)`, and its entropy.
 
     The head's product runs in the head's dtype, everything after it in float32, as in vLLM (`processed_logprobs`: bias
     first, then temperature). Both results are differentiable in `hidden`, the head's weight and its bias.
@@ -38,7 +38,7 @@ def token_log_probs(
         chunk_tokens: tokens whose logits exist at a time.
     """
     if not temperature > 0:
-        raise ValueError(f"temperature={temperature} has no log-probs; it must be above 0 (greedy is for evaluation only)")
+        raise ValueError(f"temperature={temperature} has no log-probs; it must be above 0 (0 is for evaluation only)")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     settings = (temperature, want_entropy, chunk_tokens)

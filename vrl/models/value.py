@@ -1,4 +1,4 @@
-"""The value model (critic): a backbone with a scalar head. Made by `loading.load_value_model`, trained by the critic."""
+"""The value model: a backbone with a scalar head. Made by `loading.load_value_model`, trained by the critic."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ class ValueModel(nn.Module):
 
         Args:
             folder: made when missing.
-            weights: full tensors by the names of `hf_named_parameters` (gathered from shards); the model's own by default.
+            weights: full tensors by the names of `hf_named_parameters` (as gathered from shards); its own by default.
         """
         if weights is None:
             weights = dict(self.hf_named_parameters())
@@ -72,7 +72,9 @@ class ValueModel(nn.Module):
         head = {name: full.pop(name) for name in list(full) if name.startswith(_HEAD_PREFIX)}
         self.backbone.save_pretrained(folder, state_dict=full)
         save_file(head, folder / HEAD_FILE)
-        (folder / MARKER_FILE).write_text(json.dumps({"format": _FORMAT, "head": sorted(head)}) + "\n", encoding="utf-8")
+        (folder / MARKER_FILE).write_text(
+            json.dumps({"format": _FORMAT, "head": sorted(head)}) + "\n", encoding="utf-8"
+        )
 
     def load_head(self, folder: Path) -> bool:
         """Read the head of a folder that `save_pretrained` wrote; returns False for a plain backbone.
@@ -93,6 +95,8 @@ class ValueModel(nn.Module):
         wanted = self.value_head.state_dict()
         shapes = {name: tuple(t.shape) for name, t in found.items()}
         if shapes != {name: tuple(t.shape) for name, t in wanted.items()}:
-            raise DataError(f"{file} holds {shapes}, which is no head of a backbone of width {wanted['weight'].shape[1]}")
+            raise DataError(
+                f"{file} holds {shapes}, which is no head of a backbone of width {wanted['weight'].shape[1]}"
+            )
         self.value_head.load_state_dict(found)
         return True

@@ -1,12 +1,16 @@
 """Cut rows into parts of nearly equal token counts: over data-parallel ranks and into micro-batches. Torch-free.
 
 Largest first onto the lightest part, and Karmarkar-Karp (largest differencing), each improved by moves and swaps
-between the heaviest part and the others; the better one wins.
+between the heaviest part and the others; the better one wins. Large problems stop at a thousandth above the ideal.
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+
+_EXACT = 4096  # rows times parts up to which every method is tried to the end
+_DIFFERENCING = 65536  # rows times parts above which differencing costs more than it gains
+_TOLERANCE = 1.001
 
 
 def partition(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
@@ -17,43 +21,79 @@ def partition(lengths: Sequence[int], parts: int, *, equal_counts: bool = False)
     """
     if parts < 1:
         raise ValueError(f"cannot cut {len(lengths)} rows into {parts} parts")
+    ideal = max(max(lengths, default=0), -(-sum(lengths) // parts))
+    exact = len(lengths) * parts <= _EXACT
+    return _partition(lengths, parts, equal_counts, ideal if exact else int(ideal * _TOLERANCE))
+
+
+def _partition(lengths: Sequence[int], parts: int, equal_counts: bool, good: int) -> list[list[int]]:
+    """Partition; a heaviest part of `good` tokens or less is not improved further."""
     if parts == 1:
         return [list(range(len(lengths)))]
     if len(lengths) <= parts:
         return [[i] for i in range(len(lengths))] + [[] for _ in range(parts - len(lengths))]
-    candidates = [_largest_first(lengths, parts, equal_counts)]
-    _improve(candidates[0], lengths, equal_counts)
-    ideal = -(-sum(lengths) // parts)
-    if _heaviest(candidates[0], lengths) > max(ideal, max(lengths)):
+    best = _largest_first(lengths, parts, equal_counts)
+    _improve(best, lengths, equal_counts, good)
+    if _heaviest(best, lengths) > good and len(lengths) * parts <= _DIFFERENCING:
         second = _differencing(lengths, parts, equal_counts)
-        _improve(second, lengths, equal_counts)
-        candidates.append(second)
-    best = min(candidates, key=lambda bins: _heaviest(bins, lengths))
+        _improve(second, lengths, equal_counts, good)
+        best = min(best, second, key=lambda bins: _heaviest(bins, lengths))
+    for part in best:
+        if not part:  # rows without tokens crowd: a part of them is as heavy as none
+            part.append(max(best, key=len).pop())
     return [sorted(part) for part in best]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Return row lists whose token sums stay within `max_tokens`; a longer single row stands alone.
+    """Return few row lists whose token sums stay within `max_tokens`; a longer single row stands alone.
 
-    `at_least` asks for more parts than needed (all ranks run the same number); some of those may be empty.
+    `at_least` asks for more parts where fewer would do, because all ranks run the same number: then exactly so many are
+    returned, and some may be empty. Raises ValueError for a budget below one token.
     """
-    if not lengths:
-        return [[] for _ in range(at_least)]
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be 1 or more, got {max_tokens}")
     long = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     short = [i for i, length in enumerate(lengths) if length <= max_tokens]
-    if not short:
-        return long + [[] for _ in range(at_least - len(long))]
     short_lengths = [lengths[i] for i in short]
-    parts = max(-(-sum(short_lengths) // max_tokens), at_least - len(long), 1)
-    while True:
-        bins = partition(short_lengths, parts)
-        if max(sum(short_lengths[i] for i in part) for part in bins) <= max_tokens:
-            return [[short[i] for i in part] for part in bins] + long
-        parts += 1
+    bins = _few_parts(short_lengths, max_tokens)
+    wanted = at_least - len(long)
+    if len(bins) < wanted:
+        even = partition(short_lengths, wanted)
+        bins = even if _heaviest(even, short_lengths) <= max_tokens else bins + [[]] * (wanted - len(bins))
+    return [[short[i] for i in part] for part in bins] + long
+
+
+def _few_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Bisect between what the sum allows and what best fit needs; no part is above `max_tokens`."""
+    best = _best_fit(lengths, max_tokens)
+    low, high = -(-sum(lengths) // max_tokens), len(best)
+    while low < high:
+        middle = (low + high) // 2
+        bins = _partition(lengths, max(middle, 1), False, max_tokens)
+        if _heaviest(bins, lengths) <= max_tokens:
+            best, high = bins, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each row, longest first, where it leaves the least room."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # room and part, sorted
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, (lengths[i], 0))
+        if at == len(rooms):
+            bins.append([])
+            rooms.append((max_tokens, len(bins) - 1))
+        room, part = rooms.pop(at)
+        bins[part].append(i)
+        insort(rooms, (room - lengths[i], part))
+    return [sorted(part) for part in bins]
 
 
 def _heaviest(bins: list[list[int]], lengths: Sequence[int]) -> int:
-    return max(sum(lengths[i] for i in part) for part in bins)
+    return max((sum(lengths[i] for i in part) for part in bins), default=0)
 
 
 def _largest_first(lengths: Sequence[int], parts: int, equal_counts: bool) -> list[list[int]]:
@@ -94,19 +134,21 @@ def _differencing(lengths: Sequence[int], parts: int, equal_counts: bool) -> lis
         merged.sort(key=lambda entry: -entry[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
         serial += 1
-    bins = [rows for _, rows in sorted(heap[0][2], key=lambda entry: entry[0])] if heap else [[] for _ in range(parts)]
+    bins = [rows for _, rows in sorted(heap[0][2], key=lambda entry: entry[0])]
     for part, i in zip(bins, reversed(remainder), strict=False):
         part.append(i)
     return bins
 
 
-def _improve(bins: list[list[int]], lengths: Sequence[int], equal_counts: bool) -> None:
+def _improve(bins: list[list[int]], lengths: Sequence[int], equal_counts: bool, good: int) -> None:
     """Move or swap rows between the heaviest part and lighter ones while the heavier of the two gets lighter."""
     loads = [sum(lengths[i] for i in part) for part in bins]
     for part in bins:
         part.sort(key=lambda i: lengths[i])
     for _ in range(8 * len(bins) + 200):
         heavy = max(range(len(bins)), key=loads.__getitem__)
+        if loads[heavy] <= good:
+            return
         for light in sorted((p for p in range(len(bins)) if p != heavy), key=loads.__getitem__):
             change = _best_change(bins[heavy], bins[light], lengths, loads[heavy] - loads[light], equal_counts)
             if change is not None:
@@ -115,15 +157,14 @@ def _improve(bins: list[list[int]], lengths: Sequence[int], equal_counts: bool) 
             return
         give, take = change
         bins[heavy].remove(give)
-        bins[light].append(give)
+        insort(bins[light], give, key=lambda i: lengths[i])
+        shift = lengths[give]
         if take is not None:
             bins[light].remove(take)
-            bins[heavy].append(take)
-        shift = lengths[give] - (lengths[take] if take is not None else 0)
+            insort(bins[heavy], take, key=lambda i: lengths[i])
+            shift -= lengths[take]
         loads[heavy] -= shift
         loads[light] += shift
-        bins[heavy].sort(key=lambda i: lengths[i])
-        bins[light].sort(key=lambda i: lengths[i])
 
 
 def _best_change(
@@ -135,12 +176,10 @@ def _best_change(
     light_lengths = [lengths[i] for i in light]
     may_move = len(heavy) > 1 and (not equal_counts or len(heavy) > len(light))
     for give in heavy:
-        if may_move and 0 < lengths[give] < gap and abs(lengths[give] - gap / 2) < best_miss:
-            best, best_miss = (give, None), abs(lengths[give] - gap / 2)
         at = bisect_left(light_lengths, lengths[give] - gap / 2)
-        for j in (at - 1, at):
-            if 0 <= j < len(light):
-                shift = lengths[give] - light_lengths[j]
-                if 0 < shift < gap and abs(shift - gap / 2) < best_miss:
-                    best, best_miss = (give, light[j]), abs(shift - gap / 2)
+        partners: list[int | None] = [light[j] for j in (at - 1, at) if 0 <= j < len(light)]
+        for take in [*partners, None] if may_move else partners:
+            shift = lengths[give] - (0 if take is None else lengths[take])
+            if 0 < shift < gap and abs(shift - gap / 2) < best_miss:
+                best, best_miss = (give, take), abs(shift - gap / 2)
     return best

@@ -34,7 +34,9 @@ class Meta:
 
     global_step: int = 0
     policy_version: int = 0
-    timing: Mapping[str, float] = field(default_factory=dict)  # seconds by stage; the longest rank's on concat
+    timing: Mapping[str, float] = field(
+        default_factory=dict[str, float]
+    )  # seconds by stage; the longest rank's on concat
 
 
 @final
@@ -47,9 +49,9 @@ class DataProto:
     Raises ValueError when lengths or dtypes contradict the declaration of a column.
     """
 
-    columns: Columns = field(default_factory=dict)
-    objects: Objects = field(default_factory=dict)
-    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict[str, Tensor | Ragged])
+    objects: Objects = field(default_factory=dict[str, ObjectArray])
+    blobs: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     meta: Meta = field(default_factory=Meta)
 
     def __post_init__(self) -> None:
@@ -70,9 +72,9 @@ class DataProto:
     def trusted(cls, columns: Columns, objects: Objects, blobs: Mapping[str, bytes], meta: Meta) -> "DataProto":
         """Build from parts of batches that were checked before: checks cost more than choosing rows."""
         new = object.__new__(cls)
-        object.__setattr__(new, "columns", columns if isinstance(columns, RowRun) else MappingProxyType(columns))
-        object.__setattr__(new, "objects", MappingProxyType(objects))
-        object.__setattr__(new, "blobs", blobs if isinstance(blobs, MappingProxyType) else MappingProxyType(blobs))
+        for name, value in (("columns", columns), ("objects", objects), ("blobs", blobs)):
+            frozen = isinstance(value, MappingProxyType | RowRun)
+            object.__setattr__(new, name, value if frozen else MappingProxyType(value))
         object.__setattr__(new, "meta", meta)
         return new
 
@@ -168,7 +170,7 @@ class DataProto:
             start, stop, step = which.indices(count)
             if step == 1:
                 return self._run(start, max(start, stop))
-            return self._gather(np.arange(start, stop, step))
+            return self._gather(np.arange(count)[which].copy())
         return self._gather(_row_index(which, count))
 
     @overload

@@ -30,6 +30,10 @@ class Renderer(Protocol):
         """
         ...
 
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the ids of an assistant's answer with the token that ends its turn."""
+        ...
+
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str: ...
 
     def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> Sequence[Sequence[int]] | None:
@@ -82,6 +86,10 @@ class Engine(Protocol):
         ...
 
     def reset_caches(self) -> None: ...
+
+    def close(self) -> None:
+        """End the engine; it may take the process group with it, so it comes before leaving that."""
+        ...
 
 
 class PromptSource(Protocol):

@@ -26,7 +26,7 @@ from vrl.protocol.columns import (
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta, object_column
-from vrl.protocol.ragged import Ragged
+from vrl.protocol.ragged import Ragged, offsets_of
 from vrl.protocol.trajectory import Trajectory, content_key
 
 
@@ -36,7 +36,7 @@ def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | N
     `positions` holds the `[T, 3]` positions of each row for models that need them. The score stands on the last
     sampled token; a row without one gets none.
     """
-    blobs = {content_key(image): image for trajectory in trajectories for image in trajectory.images}
+    keys = {image: content_key(image) for image in dict.fromkeys(image for t in trajectories for image in t.images)}
     columns: dict[str, Tensor | Ragged] = {
         INPUT_IDS: Ragged.from_rows([t.input_ids for t in trajectories], torch.int64),
         LOSS_MASK: Ragged.from_rows([t.loss_mask for t in trajectories], torch.bool),
@@ -48,27 +48,33 @@ def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | N
         SAMPLE_INDEX: torch.tensor([t.sample_index for t in trajectories], dtype=torch.int64),
     }
     if positions is not None:
-        flat = torch.cat(list(positions)) if positions else torch.zeros(0, 3, dtype=torch.int64)
-        columns[POSITION_IDS] = Ragged(flat, columns[INPUT_IDS].offsets)  # type: ignore[union-attr]
+        columns[POSITION_IDS] = _positions(trajectories, positions)
     objects = {
         UID: object_column(t.prompt.uid for t in trajectories),
         ROW_ID: object_column(t.prompt.row_id for t in trajectories),
         DATA_SOURCE: object_column(t.prompt.data_source for t in trajectories),
         GROUND_TRUTH: object_column(t.prompt.ground_truth for t in trajectories),
         STOP_REASON: object_column(str(t.stop_reason) for t in trajectories),
-        IMAGE_KEYS: object_column(tuple(content_key(image) for image in t.images) for t in trajectories),
+        IMAGE_KEYS: object_column(tuple(keys[image] for image in t.images) for t in trajectories),
         PROMPT_TEXT: object_column(t.prompt_text for t in trajectories),
         RESPONSE_TEXT: object_column(t.response_text for t in trajectories),
         SCORE_EXTRA: object_column(dict(t.score_extra) | _failure(t) for t in trajectories),
     }
-    return DataProto(columns, objects, blobs, meta)
+    return DataProto(columns, objects, {key: image for image, key in keys.items()}, meta)
+
+
+def _positions(trajectories: Sequence[Trajectory], positions: Sequence[Tensor]) -> Ragged:
+    lengths = [len(t.input_ids) for t in trajectories]
+    if [len(p) for p in positions] != lengths:
+        raise ValueError(f"rows have {lengths} tokens, but their positions are {[len(p) for p in positions]} long")
+    flat = torch.cat([torch.zeros(0, 3, dtype=torch.int64), *positions])
+    return Ragged(flat, offsets_of(torch.tensor(lengths, dtype=torch.int64)))
 
 
 def _score_row(trajectory: Trajectory) -> Tensor:
     row = torch.zeros(len(trajectory.input_ids))
-    sampled = [t for t, mask in enumerate(trajectory.loss_mask) if mask]
-    if sampled:
-        row[sampled[-1]] = trajectory.score
+    if trajectory.num_sampled:
+        row[-1 - trajectory.loss_mask[::-1].index(1)] = trajectory.score
     return row
 
 

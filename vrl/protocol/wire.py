@@ -1,7 +1,7 @@
 """Batches on disk: safetensors for tensors and blobs, JSON for object columns. No pickle of foreign data."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import torch as safetensors
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  (PathLike)
 from torch import Tensor
 
 from vrl.protocol.dataproto import DataProto, Meta, object_column
@@ -41,14 +41,14 @@ def save_batch(batch: DataProto, folder: Path) -> None:
     text = json.dumps({"per_token": per_token, "objects": objects, "meta": asdict(batch.meta)})
     folder.mkdir(parents=True)
     # Copies: safetensors refuses tensors that are views of one memory, as columns may be.
-    write = cast("Callable[[dict[str, Tensor], Path], None]", safetensors.save_file)
-    write({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / _TENSORS)
+    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(copies, folder / _TENSORS)
     (folder / _TEXT).write_text(text)
 
 
 def load_batch(folder: Path) -> DataProto:
     """Read what `save_batch` wrote."""
-    tensors = cast("Callable[[Path], dict[str, Tensor]]", safetensors.load_file)(folder / _TENSORS)
+    tensors = load_file(folder / _TENSORS)
     text = json.loads((folder / _TEXT).read_text())
     columns: dict[str, Tensor | Ragged] = {}
     blobs: dict[str, bytes] = {}

@@ -76,7 +76,7 @@ class WorkerHost:
         return getattr(self._roles[role], method)(*resolved)
 
     def close(self) -> None:
-        """End helper processes and leave the process group."""
+        """End helper processes and the engine, then leave the process group: in this order."""
         rollout = self._roles.get("rollout")
         if rollout is not None:
             rollout.close()

@@ -1,7 +1,5 @@
 """Rows of a batch to one packed model input; and the row a rank runs when it holds none."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -30,11 +28,7 @@ class Packer:
     def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None]:
         if self._images is None or IMAGE_KEYS not in rows:
             return None, None
-        keys: Sequence[str] = [key for row in rows.objects[IMAGE_KEYS] for key in row]
-        if not keys:
-            return None, None
-        found = [self._images.get(key, rows.blobs[key]) for key in keys]
-        return torch.cat([pixels for pixels, _ in found]), torch.cat([grid for _, grid in found])
+        return self._images.batch([rows.blobs[key] for row in rows.objects[IMAGE_KEYS] for key in row])
 
 
 def dummy_batch(like: DataProto, needs_positions: bool) -> DataProto:

@@ -110,9 +110,10 @@ class RolloutWorker:
             self._engine.sleep()
 
     def close(self) -> None:
-        """End the reward processes."""
+        """End the reward processes and the engine."""
         if isinstance(self._scorer, RewardPool):
             self._scorer.close()
+        self._engine.close()
 
     def _limits(self) -> EpisodeLimits:
         return EpisodeLimits(

@@ -14,7 +14,7 @@ def gae(inputs: AdvantageInputs, params: AdvantageParams) -> AdvantageOutputs:
     assert inputs.values is not None  # the registry refuses a call without them
     sampled = SampledTokens.of(inputs)
     values = inputs.values.index_select(0, sampled.positions).to(sampled.rewards.dtype)
-    delta = sampled.rewards + params.gamma * sampled.next_of(values) - values
+    delta = sampled.next_of(values).mul_(params.gamma).add_(sampled.rewards).sub_(values)
     advantages = sampled.discounted_sum(delta, params.gamma * params.lam)
     return AdvantageOutputs(
         advantages=sampled.to_tokens(segments.standardised(advantages)),

@@ -1,10 +1,11 @@
 """Qwen2.5-VL's packed forward pass: vision tower, embeddings, decoder. Called by `models.backbone`."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import Qwen2_5_VLModel
 
 from vrl.models.attention import PLANS_KEYWORD
 from vrl.models.packing import PackedBatch
@@ -12,7 +13,7 @@ from vrl.models.packing import PackedBatch
 MODEL_TYPE: Final = "qwen2_5_vl"
 
 
-def embed(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
+def embed(base: Qwen2_5_VLModel, packed: PackedBatch) -> Float[Tensor, "T W"]:
     """Return token embeddings with the images put in their places.
 
     A batch without images still runs the vision tower, on one image of a single visual token that goes nowhere: under
@@ -21,7 +22,7 @@ def embed(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
     Raises:
         ValueError: the number of placeholder tokens differs from the number of visual tokens.
     """
-    config = base.config
+    config: Any = base.config
     text = base.get_input_embeddings()(packed.input_ids)
     pixels, grids = packed.pixel_values, packed.image_grid_thw
     place = packed.input_ids == config.image_token_id
@@ -42,7 +43,7 @@ def embed(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
     return text.masked_scatter(place[:, None], visual.to(text.dtype))
 
 
-def decode(base: nn.Module, embeddings: Float[Tensor, "T W"], packed: PackedBatch) -> Float[Tensor, "T W"]:
+def decode(base: Qwen2_5_VLModel, embeddings: Float[Tensor, "T W"], packed: PackedBatch) -> Float[Tensor, "T W"]:
     """Run the decoder over embeddings; returns the hidden states before the head.
 
     The positions have four rows (text, time, height, width): transformers tells the rows of a packed sequence apart by
@@ -70,7 +71,7 @@ def decode(base: nn.Module, embeddings: Float[Tensor, "T W"], packed: PackedBatc
     ).last_hidden_state[0]
 
 
-def _dummy_image(vision: object, device: torch.device) -> tuple[Float[Tensor, "P D"], Tensor]:
+def _dummy_image(vision: Any, device: torch.device) -> tuple[Float[Tensor, "P D"], Tensor]:
     side = vision.spatial_merge_size
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return torch.zeros(side**2, size, device=device), torch.tensor([[1, side, side]], device=device)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's 3-D positions (M-RoPE, arXiv 2409.12191) of a finished row. The renderer computes them in rollout workers."""
+"""Qwen2.5-VL's 3-D positions (M-RoPE, arXiv 2409.12191) of a finished row. The renderer calls it in rollout workers."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ def mrope_positions(
     """Return time, height and width positions of one row.
 
     Text counts on in all three. An image keeps its time position and counts rows and columns of its visual tokens from
-    where it starts; what follows goes on behind its longer side. Only image tokens tell where images are: a vision-start
-    token that opens none is text.
+    where it starts; what follows goes on behind its longer side. Only image tokens tell where images are: a
+    vision-start token that opens none is text.
 
     Args:
         ids: the row, image placeholders expanded.

@@ -1,0 +1,77 @@
+"""The packed attention function against dense attention of each row alone."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Identity
+from torch.nn.functional import scaled_dot_product_attention
+
+from vrl.models.attention import AttentionPlans, Run, plan_runs, varlen_attention
+
+_ROWS = (7, 7, 1, 30, 12, 12, 12, 3)
+
+
+def _inputs(heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(_ROWS)
+    sizes = (heads, kv_heads, kv_heads)
+    q, k, v = (torch.randn(1, total, h, 8, generator=generator).transpose(1, 2).requires_grad_() for h in sizes)
+    return q, k, v
+
+
+def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    parts = []
+    for a, b, c in zip(*(x.split(_ROWS, dim=2) for x in (q, k, v)), strict=True):
+        length = a.shape[2]
+        step = torch.arange(length)
+        allowed = torch.ones(length, length, dtype=torch.bool)
+        if causal:
+            allowed &= step[:, None] >= step
+        if window is not None:
+            allowed &= step[:, None] - step < window
+        b, c = (x.repeat_interleave(groups, dim=1) for x in (b, c))
+        parts.append(scaled_dot_product_attention(a, b, c, attn_mask=allowed, scale=0.3))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "causal", "window"), [(4, True, None), (2, True, None), (1, True, 5), (4, False, None)]
+)
+def test_packed_rows_attend_only_to_themselves(kv_heads: int, causal: bool, window: int | None) -> None:
+    q, k, v = _inputs(4, kv_heads)
+    wanted = _row_by_row(q, k, v, causal=causal, window=window)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    wanted_grads = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
+    cu_seqlens = torch.tensor((0, *_ROWS)).cumsum(0).to(torch.int32)
+    found, _ = varlen_attention(
+        Identity(), q, k, v, None, vrl_plans=AttentionPlans(_ROWS), cu_seq_lens_q=cu_seqlens, max_length_q=max(_ROWS),
+        scaling=0.3, is_causal=causal, sliding_window=window,
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    found_grads = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    torch.testing.assert_close(found_grads, wanted_grads, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_neighbours_run_together() -> None:
+    assert plan_runs(_ROWS) == (Run(2, 7), Run(1, 1), Run(1, 30), Run(3, 12), Run(1, 3))
+    assert plan_runs((0, 4, 0, 4)) == (Run(2, 4),)
+
+
+def test_windows_are_planned_once() -> None:
+    plans = AttentionPlans((5,))
+    windows = torch.tensor([0, 4, 8, 10], dtype=torch.int32)
+    assert plans.windows(windows) == (Run(2, 4), Run(1, 2))
+    assert plans.windows(windows) is plans.windows(windows)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    q, k, v = _inputs(4, 4)
+    plans = AttentionPlans(_ROWS)
+    cu_seqlens = torch.tensor((0, *_ROWS)).cumsum(0).to(torch.int32)
+    with pytest.raises(ValueError, match="attn='sdpa'"):
+        varlen_attention(Identity(), q, k, v, None, scaling=0.3)
+    with pytest.raises(ValueError, match="softcap"):
+        varlen_attention(Identity(), q, k, v, None, vrl_plans=plans, cu_seq_lens_q=cu_seqlens, softcap=30.0)
+    with pytest.raises(ValueError, match="dropout"):
+        varlen_attention(Identity(), q, k, v, None, vrl_plans=plans, cu_seq_lens_q=cu_seqlens, dropout=0.1)

@@ -1,0 +1,1 @@
+"""The sub-commands of `vrl`, a module each with `main(arguments) -> exit code`."""

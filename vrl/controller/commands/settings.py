@@ -1,0 +1,50 @@
+"""From a sub-command's arguments to checked settings: config name, `--cfg job`, overrides. Imports nothing heavy."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vrl.controller.compose import CONFIG_DIR, Composed, load, yaml_text
+from vrl.protocol.config.rules import KnownNames, Machine, check
+
+CPU_DEFAULT = "tiny_vl_grpo"
+GPU_DEFAULT = "qwen2_5_vl_7b_geo3k_grpo"
+
+
+def machine() -> Machine:
+    """Look at this machine, without torch."""
+    return Machine(gpus=_gpu_count(), cores=len(os.sched_getaffinity(0)))
+
+
+def _gpu_count() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def read(command: str, arguments: Sequence[str], here: Machine) -> tuple[str, Composed] | None:
+    """Return the config's name and the settings; None when `--cfg job` printed them and nothing is to run.
+
+    Raises ConfigError for anything that could not run, before it starts.
+    """
+    parser = argparse.ArgumentParser(prog=f"vrl {command}", description=__doc__)
+    parser.add_argument("--config-name", default=GPU_DEFAULT if here.gpus else CPU_DEFAULT, help="file in configs/")
+    parser.add_argument("--config-path", type=Path, default=CONFIG_DIR, help="folder of config files")
+    parser.add_argument("--cfg", choices=["job"], help="print the settings and end")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in Hydra")
+    given = parser.parse_args(arguments)
+    composed = load(given.config_name, given.overrides, given.config_path)
+    for note in composed.notes:
+        sys.stderr.write(f"note: {note}\n")
+    if given.cfg:
+        sys.stdout.write(yaml_text(composed.values))
+        return None
+    for warning in check(composed.config, KnownNames(), here):
+        sys.stderr.write(f"warning: {warning}\n")
+    return Path(given.config_name).stem, composed

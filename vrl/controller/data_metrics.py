@@ -1,0 +1,173 @@
+"""What a step's rows say, in verl's metric names. Pure functions from a batch to numbers; the trainer calls them.
+
+Rows are those that are trained on: failed episodes have left the batch before, `failure_metrics` counts them. Means
+are taken in float64. A number that has nothing to be taken over (no sampled token, no row) is left out.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import psutil
+import torch
+from torch import Tensor
+
+from vrl.algorithms.metrics import equal_group_share, explained_variance
+from vrl.protocol.columns import (
+    ADVANTAGES,
+    INPUT_IDS,
+    LOSS_MASK,
+    OLD_LOG_PROBS,
+    PROMPT_LENGTH,
+    RETURNS,
+    ROLLOUT_LOG_PROBS,
+    SCORE_EXTRA,
+    STOP_REASON,
+    TOKEN_LEVEL_REWARDS,
+    TOKEN_LEVEL_SCORES,
+    TURN_IDS,
+    UID,
+    VALUES,
+)
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.dispatch import row_shares
+from vrl.protocol.trajectory import StopReason
+
+_SECONDS = "timing_s/"
+_STAGES_OVER_ALL_TOKENS = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_ROW_SUMS = {TOKEN_LEVEL_SCORES: "critic/score", TOKEN_LEVEL_REWARDS: "critic/rewards"}
+_SAMPLED = {ADVANTAGES: "critic/advantages", RETURNS: "critic/returns", VALUES: "critic/values"}
+
+
+def data_metrics(batch: DataProto) -> dict[str, float]:
+    """Return scores, rewards, advantages, lengths, turns, stop reasons and mismatch of a step's rows.
+
+    Columns that the batch lacks have no metrics. `response_length` counts all tokens after the prompt, observations
+    included; `num_turns` counts the model's turns.
+    """
+    out = {"training/num_rows": float(len(batch))}
+    if not len(batch):
+        return out
+    mask = batch.ragged(LOSS_MASK).values
+    for column, name in _ROW_SUMS.items():
+        if column in batch:
+            out |= _spread(name, row_sums(batch, column))
+    for column, name in _SAMPLED.items():
+        if column in batch:
+            out |= _spread(name, batch.ragged(column).values[mask])
+    if VALUES in batch and RETURNS in batch:
+        values, returns = batch.ragged(VALUES).values, batch.ragged(RETURNS).values
+        out["critic/vf_explained_var"] = explained_variance(values, returns, mask)
+    return out | _length_metrics(batch) | _group_metrics(batch) | _mismatch_metrics(batch)
+
+
+def row_sums(batch: DataProto, column: str) -> Tensor:
+    """Return float64 `[B]`: the sum of a per-token column over each row."""
+    ragged = batch.ragged(column)
+    return torch.segment_reduce(ragged.values.double(), "sum", offsets=ragged.offsets)
+
+
+def failure_metrics(failed: DataProto) -> dict[str, float]:
+    """Return how many episodes failed outside the model, in all and by the kind that their failure text begins with."""
+    out = {"training/failed_rows": float(len(failed))}
+    if len(failed):
+        texts = [str(extra.get("failure", "unknown")) for extra in failed.objects[SCORE_EXTRA]]
+        kinds = Counter("_".join(text.partition(":")[0].split()[:4]) for text in texts)
+        out |= {f"training/failed_rows/{kind}": float(count) for kind, count in sorted(kinds.items())}
+    return out
+
+
+def performance_metrics(seconds: Mapping[str, float], batch: DataProto, ranks: int) -> dict[str, float]:
+    """Return `perf/*` and `timing_per_token_ms/*` of a step.
+
+    Args:
+        seconds: by stage, under the names `timing_s/*`; `timing_s/step` is the whole step.
+        batch: the step's rows.
+        ranks: processes of the run; `perf/throughput` is tokens a second and rank.
+    """
+    tokens = int(batch.ragged(INPUT_IDS).offsets[-1]) if len(batch) else 0
+    out = {"perf/total_num_tokens": float(tokens)}
+    step = seconds.get(f"{_SECONDS}step", 0.0)
+    if step > 0.0:
+        out |= {"perf/time_per_step": step, "perf/throughput": tokens / step / ranks}
+    response = tokens - int(batch.dense(PROMPT_LENGTH).sum()) if len(batch) else 0
+    divisors = {"gen": response, **dict.fromkeys(_STAGES_OVER_ALL_TOKENS, tokens)}
+    for stage, count in divisors.items():
+        if count and f"{_SECONDS}{stage}" in seconds:
+            out[f"timing_per_token_ms/{stage}"] = 1000.0 * seconds[f"{_SECONDS}{stage}"] / count
+    return out
+
+
+def balance_metrics(batch: DataProto, ranks: int) -> dict[str, float]:
+    """Return `global_seqlen/*`: tokens a rank when rows are cut in the order they come, and as they are balanced."""
+    lengths: list[int] = batch.ragged(INPUT_IDS).lengths.tolist()
+    plain = [int(part.ragged(INPUT_IDS).offsets[-1]) for part in batch.chunk(ranks)]
+    balanced = [sum(lengths[i] for i in share) for share in row_shares(lengths, ranks)]
+    return {
+        "global_seqlen/min": float(min(plain)),
+        "global_seqlen/max": float(max(plain)),
+        "global_seqlen/minmax_diff": float(max(plain) - min(plain)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": sum(lengths) / ranks,
+    }
+
+
+def memory_used_gb(pids: Iterable[int]) -> float:
+    """Return the memory of processes of this machine in GiB: what each has for itself, and what they share once.
+
+    An estimate of their proportional memory at a fraction of its cost. Processes that have ended count nothing.
+    """
+    own, shared = 0, 0
+    for pid in pids:
+        try:
+            memory = psutil.Process(pid).memory_info()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        own += memory.rss - memory.shared
+        shared = max(shared, memory.shared)
+    return (own + shared) / 2**30
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    if not values.numel():
+        return {}
+    return {
+        f"{name}/mean": float(values.double().mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _length_metrics(batch: DataProto) -> dict[str, float]:
+    prompt = batch.dense(PROMPT_LENGTH)
+    response = batch.ragged(INPUT_IDS).lengths - prompt
+    turns = torch.tensor([int(row.max()) + 1 if len(row) else 0 for row in batch.ragged(TURN_IDS).to_rows()])
+    counts = Counter(batch.objects[STOP_REASON])
+    reasons = [reason for reason in StopReason if reason is not StopReason.FAILED]
+    return {
+        **_spread("response_length", response),
+        "response_length/clip_ratio": counts[StopReason.LENGTH] / len(batch),
+        **_spread("prompt_length", prompt),
+        **_spread("num_turns", turns),
+        **{f"stop_reason/{reason}": counts[reason] / len(batch) for reason in reasons},
+    }
+
+
+def _group_metrics(batch: DataProto) -> dict[str, float]:
+    number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
+    group = torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64)
+    return {"training/groups_without_variance": equal_group_share(row_sums(batch, TOKEN_LEVEL_SCORES), group)}
+
+
+def _mismatch_metrics(batch: DataProto) -> dict[str, float]:
+    """|p_trainer - p_engine| of sampled tokens; the update itself reports it where no old log-probs are computed."""
+    mask = batch.ragged(LOSS_MASK).values
+    if OLD_LOG_PROBS not in batch or not bool(mask.any()):
+        return {}
+    trainer, engine = (batch.ragged(name).values[mask].double().exp() for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
+    gap = (trainer - engine).abs()
+    return {
+        "training/rollout_probs_diff_mean": float(gap.mean()),
+        "training/rollout_probs_diff_max": float(gap.max()),
+        "training/rollout_probs_diff_std": float(gap.std()) if len(gap) > 1 else 0.0,
+    }

@@ -1,0 +1,56 @@
+"""Evaluation on the held-out rows: exactly those rows, sampled as `rollout.val_kwargs` says, and greedily beside it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from vrl.controller.roles import Generated, Rollout
+from vrl.controller.rollout_files import RolloutFiles
+from vrl.controller.validation_metrics import validation_metrics
+from vrl.protocol.columns import DATA_SOURCE, SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
+from vrl.protocol.trajectory import Prompt, Sampling
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The held-out prompts and how they are sampled. Without prompts it does nothing."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    greedy_beside: bool
+    files: RolloutFiles
+
+    def run(self, rollout: Rollout, step: int) -> dict[str, float]:
+        """Return `val-core/*`, `val-aux/*` and the seconds it took."""
+        if not self.prompts:
+            return {}
+        begin = time.perf_counter()
+        # The step is left out of the seeds: the same weights give the same answers whenever they are asked.
+        generated = rollout.generate(self.prompts, self.sampling, 0)
+        self.files.write(generated, step)
+        metrics = _metrics(generated)
+        if self.greedy_beside and not self.sampling.greedy:
+            greedy = rollout.generate(self.prompts, replace(self.sampling, temperature=0.0, n=1), 0)
+            metrics |= {_greedy_name(name): value for name, value in _metrics(greedy).items() if name.endswith("mean@1")}
+        metrics["training/failed_val_rows"] = float(len(generated.failed))
+        metrics["timing_s/testing"] = time.perf_counter() - begin
+        return metrics
+
+
+def _metrics(generated: Generated) -> dict[str, float]:
+    rows = generated.rows
+    if not len(rows):
+        return {}
+    scores = [float(row.sum()) for row in rows.ragged(TOKEN_LEVEL_SCORES).to_rows()]
+    return validation_metrics(
+        data_sources=list(rows.objects[DATA_SOURCE]),
+        uids=list(rows.objects[UID]),
+        scores=scores,
+        extras=list(rows.objects[SCORE_EXTRA]),
+    )
+
+
+def _greedy_name(name: str) -> str:
+    return name.removesuffix("mean@1") + "greedy"

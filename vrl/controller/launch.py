@@ -1,0 +1,63 @@
+"""Runs what a sub-command asked for, once its settings are read: everything that needs torch and Ray starts here."""
+
+import ray
+
+from vrl.algorithms.advantages.registry import known_advantages
+from vrl.algorithms.aggregation import AGGREGATION_MODES
+from vrl.algorithms.kl import KL_ESTIMATORS
+from vrl.algorithms.losses.registry import known_policy_losses
+from vrl.controller.prepare import prepare
+from vrl.controller.run import assembled, pool_spec
+from vrl.controller.run_folder import RunFolder
+from vrl.controller.tracking import LOGGERS
+from vrl.controller.warm_start import warm_started
+from vrl.controller.worker_group import start_ray
+from vrl.models.loading import head_counts
+from vrl.protocol.config.rules import KnownNames, check, check_heads
+from vrl.protocol.config.schema import Config
+
+
+def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
+    """Train, or evaluate only, to the end. Raises before anything is started where the run could not work."""
+    check(config, known_names())
+    prepare(config)
+    check_model(config)
+    with assembled(config, folder, gpus) as trainer:
+        if config.trainer.val_only:
+            trainer.evaluate()
+        else:
+            trainer.fit()
+
+
+def fine_tune(config: Config, gpus: bool) -> str:
+    """Do the supervised steps alone; return the model folder."""
+    check(config, known_names())
+    prepare(config)
+    start_ray(config, gpus)
+    try:
+        return warm_started(config, pool_spec(config, gpus)).actor_rollout_ref.model.path
+    finally:
+        ray.shutdown()
+
+
+def known_names() -> KnownNames:
+    """Return the names that the registries hold."""
+    return KnownNames(
+        adv_estimators=known_advantages(),
+        policy_losses=known_policy_losses(),
+        loss_agg_modes=AGGREGATION_MODES,
+        kl_estimators=KL_ESTIMATORS,
+        loggers=LOGGERS,
+    )
+
+
+def check_model(config: Config) -> None:
+    """Refuse parallel sizes that the model's heads do not fit, once its folder is there."""
+    policy = config.actor_rollout_ref
+    heads = head_counts(policy.model.path, trust_remote_code=policy.model.trust_remote_code)
+    sizes = {
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size,
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": policy.actor.ulysses_sequence_parallel_size,
+    }
+    for key, size in sizes.items():
+        check_heads(heads.query, heads.key_value, size, key)

@@ -1,0 +1,184 @@
+"""The roles as the training loop sees them: verbs on batches. A role that a run does not need is a null object."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+
+from vrl.controller.prompt_queue import Episode, fixed_sources, shared_sources
+from vrl.controller.worker_group import WorkerGroup
+from vrl.protocol.columns import SAMPLE_INDEX, STOP_REASON, UID
+from vrl.protocol.dataproto import DataProto, concat
+from vrl.protocol.trajectory import Prompt, Sampling, StopReason
+from vrl.workers.host import Colocated
+
+NOTHING = DataProto()
+
+
+class LogProbs(Protocol):
+    """Adds log-probs of some policy."""
+
+    def log_probs(self, batch: DataProto) -> DataProto: ...
+
+
+class Values(Protocol):
+    """Adds values, and learns them."""
+
+    def values(self, batch: DataProto) -> DataProto: ...
+
+    def update(self, batch: DataProto) -> dict[str, float]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Scores(Protocol):
+    """Adds scores that the rollout could not give by itself."""
+
+    def score(self, batch: DataProto) -> DataProto: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The rows of a step: those to train on, in the order of prompts and samples, and those that failed."""
+
+    rows: DataProto
+    failed: DataProto
+    policy_version: int
+    timing: dict[str, float]
+
+
+@final
+class Rollout:
+    """All replicas together."""
+
+    def __init__(self, group: WorkerGroup, replicas: int, queue: Any | None) -> None:
+        self._group = group
+        self._replicas = replicas
+        self._queue = queue  # None: every replica gets a fixed share
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Generated:
+        """Return `sampling.n` rows a prompt."""
+        episodes: list[Episode] = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        if self._queue is None:
+            sources = fixed_sources(episodes, self._replicas)
+        else:
+            sources = shared_sources(self._queue, episodes, self._replicas)
+        parts = [part for part in self._group.call("generate", sources, sampling, step) if part is not None]
+        self._group.call("sleep")
+        return _in_order(concat(parts), prompts)
+
+
+def _in_order(rows: DataProto, prompts: Sequence[Prompt]) -> Generated:
+    place = {prompt.uid: number for number, prompt in enumerate(prompts)}
+    number = np.array([place[uid] for uid in rows.objects[UID]], dtype=np.int64)
+    order = np.lexsort((rows.dense(SAMPLE_INDEX).numpy(), number))
+    rows = rows.rows(order)
+    failed = torch.tensor([reason == StopReason.FAILED for reason in rows.objects[STOP_REASON]], dtype=torch.bool)
+    timing = {f"timing_s/{name}": seconds for name, seconds in rows.meta.timing.items()}
+    version = rows.meta.policy_version
+    rows = replace(rows, meta=replace(rows.meta, timing={}))
+    return Generated(rows.rows(~failed), rows.rows(failed), version, timing)
+
+
+@final
+class Actor:
+    """The policy that learns."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        return self._group.call("log_probs", batch)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        return self._group.call("update", batch)
+
+    def update_supervised(self, batch: DataProto) -> dict[str, float]:
+        return self._group.call("update_supervised", batch)
+
+    def sync_weights_to(self, rollout: WorkerGroup) -> int:
+        """Reshard the present weights into the engines; return the policy version they now have."""
+        return self._group_version(rollout.call("sync_weights", Colocated(self._group.role)))
+
+    def save(self, folder: Path) -> None:
+        self._group.call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._group.call("load", folder)
+
+    def export(self, folder: Path) -> None:
+        self._group.call("export", folder)
+
+    @staticmethod
+    def _group_version(versions: list[int]) -> int:
+        assert len(set(versions)) == 1, f"engines hold different policy versions: {versions}"
+        return versions[0]
+
+
+@final
+class Reference:
+    """The frozen policy."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        return self._group.call("log_probs", batch)
+
+
+@final
+class Critic:
+    """The value model."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def values(self, batch: DataProto) -> DataProto:
+        return self._group.call("values", batch)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        return self._group.call("update", batch)
+
+    def save(self, folder: Path) -> None:
+        self._group.call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._group.call("load", folder)
+
+
+@final
+class NoLogProbs:
+    """Where nobody needs them: no reference, or old log-probs that come from the single update's own forward pass."""
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        return NOTHING
+
+
+@final
+class NoCritic:
+    """For estimators without values."""
+
+    def values(self, batch: DataProto) -> DataProto:
+        return NOTHING
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        return {}
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@final
+class NoRewardModel:
+    """Scores come from the reward processes while episodes run; nothing is left to do."""
+
+    def score(self, batch: DataProto) -> DataProto:
+        return NOTHING
+

@@ -1,0 +1,232 @@
+"""Puts a run together from its settings: Ray, pool, roles, data, trainer. Called by the command line."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import ray
+
+from vrl.agent.rewards.pool import check_rewards
+from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
+from vrl.controller.checkpoints import Checkpoints
+from vrl.controller.credit import Advantage, KlInReward
+from vrl.controller.evaluation import Evaluation
+from vrl.controller.prompt_queue import start_queue
+from vrl.controller.resource_pool import PoolSpec, ResourcePool
+from vrl.controller.roles import Actor, Critic, NoCritic, NoLogProbs, NoRewardModel, Reference, Rollout
+from vrl.controller.rollout_files import RolloutFiles
+from vrl.controller.run_folder import RunFolder
+from vrl.controller.tracking import Tracker
+from vrl.controller.trainer import MiniBatches, Outputs, Plan, Roles, Trainer
+from vrl.controller.warm_start import warm_started
+from vrl.controller.worker_group import ProcessGroup, WorkerGroup, start_ray
+from vrl.data.dataset import RowDataset, load_rows
+from vrl.data.filtering import filter_rows, overlong_policy
+from vrl.data.loader import PromptLoader, ordered_batches
+from vrl.data.prompts import ColumnNames
+from vrl.models.renderer import HFRenderer, load_renderer
+from vrl.protocol.config.schema import Config
+from vrl.protocol.trajectory import Prompt, Sampling
+from vrl.workers.host import RunLength
+from vrl.workers.rollout import reward_spec
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The rows of a run, filtered."""
+
+    loader: PromptLoader
+    validation: list[Prompt]
+    most_images: int  # images of the row that has most
+
+
+def load_data(config: Config, renderer: HFRenderer) -> RunData:
+    """Read and check all rows. Raises DataError before anything expensive has started."""
+    data = config.data
+    train, most_images = _rows(config, renderer, data.train_files, data.train_max_samples, "training")
+    loader = PromptLoader(train, data.train_batch_size, seed=config.data_seed, shuffle=data.shuffle)
+    validation: list[Prompt] = []
+    if data.val_files:
+        rows, images = _rows(config, renderer, data.val_files, data.val_max_samples, "held-out")
+        most_images = max(most_images, images)
+        validation = next(ordered_batches(rows))
+    return RunData(loader, validation, most_images)
+
+
+def _rows(
+    config: Config, renderer: HFRenderer, files: tuple[str, ...], limit: int, what: str
+) -> tuple[RowDataset, int]:
+    data = config.data
+    columns = ColumnNames(prompt=data.prompt_key, image=data.image_key, data_source=data.reward_fn_key)
+    rows = load_rows(files, columns=columns, max_samples=limit, seed=config.data_seed, env_names=())
+    rows, report = filter_rows(
+        rows,
+        renderer,
+        data.max_prompt_length,
+        overlong=overlong_policy(data.filter_overlong_prompts, data.truncation),
+        bad_row=data.bad_row,
+        workers=data.filter_overlong_prompts_workers,
+    )
+    _LOG.info("%s rows: %s", what, report.summary())
+    return rows, report.most_images
+
+
+def with_image_limit(config: Config, most_images: int) -> Config:
+    """Return the settings with the engine's image limit set from the data, where it is left open."""
+    policy = config.actor_rollout_ref
+    if policy.rollout.limit_images is not None:
+        return config
+    rollout = replace(policy.rollout, limit_images=max(most_images, 1))
+    return replace(config, actor_rollout_ref=replace(policy, rollout=rollout))
+
+
+def total_steps(config: Config, loader: PromptLoader) -> int:
+    """Return the steps of the run: as asked for, else by epochs."""
+    return config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+
+
+def pool_spec(config: Config, gpus: bool) -> PoolSpec:
+    trainer = config.trainer
+    return PoolSpec(
+        name="global",
+        ranks_per_node=trainer.n_gpus_per_node,
+        nodes=trainer.nnodes,
+        gpus=gpus,
+        cpus_per_rank=trainer.cpu_threads_per_rank,
+    )
+
+
+@contextmanager
+def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer]:
+    """Yield a trainer whose workers are up; end all processes afterwards, also after a failure."""
+    start_ray(config, gpus)
+    try:
+        spec = pool_spec(config, gpus)
+        config = warm_started(config, spec)
+        model = config.actor_rollout_ref.model
+        renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
+        data = load_data(config, renderer)
+        config = with_image_limit(config, data.most_images)
+        check_rewards(reward_spec(config))
+        processes = ProcessGroup(ResourcePool(spec, config.trainer.worker_start_timeout), config)
+        try:
+            steps = total_steps(config, data.loader)
+            groups = processes.build(_role_names(config), _length(config, steps))
+            checkpoints = Checkpoints(
+                folder, config.trainer, "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+            )
+            with Tracker(folder, config, total_steps=steps, resume_step=checkpoints.start_step()) as tracker:
+                outputs = Outputs(
+                    tracker=tracker,
+                    rollout_files=RolloutFiles(folder.rollouts),
+                    evaluation=_evaluation(config, data.validation, folder.validation),
+                    checkpoints=checkpoints,
+                )
+                yield _trainer(config, groups, data.loader, steps, outputs)
+            processes.close()
+        finally:
+            processes.kill()
+    finally:
+        ray.shutdown()
+
+
+def _role_names(config: Config) -> list[str]:
+    """Return the roles in the order they are built: the engine comes last, when the others have their memory."""
+    names = ["actor"]
+    if config.needs_reference:
+        names.append("reference")
+    if config.needs_critic:
+        names.append("critic")
+    return [*names, "rollout"]
+
+
+def _length(config: Config, steps: int) -> RunLength:
+    critic = -(-config.data.train_batch_size // config.critic_mini_batch_size) * config.critic_epochs
+    return RunLength(actor=steps * config.updates_per_step, critic=steps * critic)
+
+
+def _trainer(
+    config: Config, groups: dict[str, WorkerGroup], loader: PromptLoader, steps: int, outputs: Outputs
+) -> Trainer:
+    queue = None if config.trainer.deterministic else start_queue(config.num_replicas)
+    actor = Actor(groups["actor"])
+    # One update a step: its own forward pass gives the old log-probs, unless KL in the reward wants them before.
+    single = config.updates_per_step == 1 and not config.algorithm.use_kl_in_reward
+    roles = Roles(
+        rollout=Rollout(groups["rollout"], config.num_replicas, queue),
+        rollout_group=groups["rollout"],
+        reward=NoRewardModel(),
+        actor=actor,
+        old_policy=NoLogProbs() if single else actor,
+        reference=Reference(groups["reference"]) if "reference" in groups else NoLogProbs(),
+        critic=Critic(groups["critic"]) if "critic" in groups else NoCritic(),
+    )
+    algorithm = config.algorithm
+    params = AdvantageParams(
+        gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo
+    )
+    policy = config.actor_rollout_ref.actor
+    return Trainer(
+        roles,
+        loader,
+        training_sampling(config),
+        (KlInReward(algorithm), Advantage(get_advantage(algorithm.adv_estimator), params)),
+        (
+            MiniBatches(prompts=policy.ppo_mini_batch_size, epochs=policy.ppo_epochs, shuffle=policy.shuffle),
+            MiniBatches(prompts=config.critic_mini_batch_size, epochs=config.critic_epochs, shuffle=policy.shuffle),
+        ),
+        _plan(config, steps),
+        outputs,
+    )
+
+
+def _plan(config: Config, steps: int) -> Plan:
+    trainer = config.trainer
+    return Plan(
+        total_steps=steps,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        val_before_train=trainer.val_before_train,
+        critic_warmup=trainer.critic_warmup,
+        seed=trainer.seed,
+        ranks=config.world_size,
+        max_failed_ratio=config.actor_rollout_ref.rollout.agent.max_failed_ratio,
+        max_steps_without_samples=trainer.max_steps_without_samples,
+        max_nonfinite_steps=trainer.max_nonfinite_steps,
+        stop_on_reward_failure=config.reward_model.on_failure == "stop",
+    )
+
+
+def training_sampling(config: Config) -> Sampling:
+    """Return how training samples."""
+    rollout = config.actor_rollout_ref.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.agent.single_response_max_tokens or config.data.max_response_length,
+        stop=rollout.agent.custom_stop,
+        ignore_eos=rollout.ignore_eos,
+        n=rollout.n,
+        seed=config.rollout_seed,
+    )
+
+
+def _evaluation(config: Config, prompts: list[Prompt], folder: Path) -> Evaluation:
+    wanted = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = Sampling(
+        temperature=wanted.effective_temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        max_tokens=training_sampling(config).max_tokens,
+        stop=config.actor_rollout_ref.rollout.agent.custom_stop,
+        n=wanted.n,
+        seed=config.rollout_seed + 1,
+    )
+    return Evaluation(prompts=prompts, sampling=sampling, greedy_beside=True, files=RolloutFiles(folder))

@@ -1,0 +1,243 @@
+"""The training loop. `step()` reads as the algorithm: generate, score, log-probs, values, advantages, updates, sync."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from vrl.controller.checkpoints import Checkpoints
+from vrl.controller.credit import Advantage, KlInReward
+from vrl.controller.data_metrics import data_metrics, failure_metrics, performance_metrics
+from vrl.controller.evaluation import Evaluation
+from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values
+from vrl.controller.rollout_files import RolloutFiles
+from vrl.controller.tracking import Tracker
+from vrl.controller.worker_group import WorkerGroup
+from vrl.data.loader import PromptLoader
+from vrl.protocol.columns import MINI_BATCH, UID
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.dispatch import assign_mini_batches
+from vrl.protocol.errors import RewardError, WorkerError
+from vrl.protocol.trajectory import Prompt, Sampling
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Who does what. Roles that a run does not need are null objects."""
+
+    rollout: Rollout
+    rollout_group: WorkerGroup
+    reward: Scores
+    actor: Actor
+    old_policy: LogProbs
+    reference: LogProbs
+    critic: Values
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatches:
+    """How a role's rows become optimizer steps."""
+
+    prompts: int
+    epochs: int
+    shuffle: bool
+
+    def assign(self, batch: DataProto, seed: int) -> DataProto:
+        column = assign_mini_batches(list(batch.objects[UID]), self.prompts, self.epochs, seed, self.shuffle)
+        return batch.with_columns(**{MINI_BATCH: column})
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The run's length and its rhythm, in steps."""
+
+    total_steps: int
+    test_freq: int
+    save_freq: int
+    val_before_train: bool
+    critic_warmup: int
+    seed: int
+    ranks: int
+    max_failed_ratio: float
+    max_steps_without_samples: int
+    max_nonfinite_steps: int
+    stop_on_reward_failure: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a run leaves behind."""
+
+    tracker: Tracker
+    rollout_files: RolloutFiles
+    evaluation: Evaluation
+    checkpoints: Checkpoints
+
+
+@final
+class Timers:
+    """Seconds of named stages of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[f"timing_s/{stage}"] = time.perf_counter() - begin
+
+
+@final
+class Trainer:
+    """PPO or GRPO over worker groups, from a single driver."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        loader: PromptLoader,
+        sampling: Sampling,
+        credit: tuple[KlInReward, Advantage],
+        mini_batches: tuple[MiniBatches, MiniBatches],
+        plan: Plan,
+        outputs: Outputs,
+    ) -> None:
+        self.roles = roles
+        self.loader = loader
+        self.sampling = sampling
+        self.kl_in_reward, self.advantage = credit
+        self.actor_batches, self.critic_batches = mini_batches
+        self.plan = plan
+        self.outputs = outputs
+        self.global_step = 0
+        self._steps_without_samples = 0
+
+    def fit(self) -> None:
+        """Train to the last step; evaluate and save as the plan says."""
+        self.global_step = self.outputs.checkpoints.resume(self)
+        version = self.roles.actor.sync_weights_to(self.roles.rollout_group)
+        _LOG.info("engines hold policy version %d at step %d", version, self.global_step)
+        if self.plan.val_before_train and self.global_step == 0:
+            self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, 0), 0)
+        while self.global_step < self.plan.total_steps:
+            self.global_step += 1
+            metrics = self.step(self.loader.next_batch())
+            if self._due(self.plan.test_freq):
+                metrics |= self.outputs.evaluation.run(self.roles.rollout, self.global_step)
+            if self._due(self.plan.save_freq):
+                metrics |= self.outputs.checkpoints.save(self)
+            self.outputs.tracker.log(metrics, self.global_step)
+
+    def evaluate(self) -> None:
+        """Evaluate the present weights, once."""
+        self.global_step = self.outputs.checkpoints.resume(self)
+        self.roles.actor.sync_weights_to(self.roles.rollout_group)
+        self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, self.global_step), self.global_step)
+
+    def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Run one step of the algorithm; return its metrics."""
+        roles, timer = self.roles, Timers()
+        with timer("step"):
+            with timer("gen"):
+                generated = roles.rollout.generate(prompts, self.sampling, self.global_step)
+            batch = self._usable(generated)
+            if not len(batch):
+                return self._without_samples(generated, timer)
+            with timer("reward_model"):
+                batch |= roles.reward.score(batch)
+            with timer("old_log_prob"):
+                batch |= roles.old_policy.log_probs(batch)
+            with timer("ref"):
+                batch |= roles.reference.log_probs(batch)
+            with timer("values"):
+                batch |= roles.critic.values(batch)
+            with timer("adv"):
+                batch |= self.kl_in_reward(batch)
+                batch |= self.advantage(batch)
+            with timer("update_critic"):
+                metrics = roles.critic.update(self.critic_batches.assign(batch, self._update_seed()))
+            if self.global_step > self.plan.critic_warmup:
+                with timer("update_actor"):
+                    metrics |= roles.actor.update(self.actor_batches.assign(batch, self._update_seed()))
+                with timer("update_weights"):
+                    roles.actor.sync_weights_to(roles.rollout_group)
+        return self._metrics(batch, generated, metrics, timer)
+
+    # -- around a step ------------------------------------------------------------------------------------------
+
+    def _usable(self, generated: Generated) -> DataProto:
+        """Return the rows to train on; too many failures end the run with the first cause."""
+        failed, total = len(generated.failed), len(generated.failed) + len(generated.rows)
+        self.outputs.rollout_files.write(generated, self.global_step)
+        if failed and (self.plan.stop_on_reward_failure or failed > self.plan.max_failed_ratio * total):
+            raise RewardError(
+                f"step {self.global_step}: {failed} of {total} episodes failed outside the model; the first: "
+                f"{generated.failed.objects['score_extra'][0].get('failure')}"
+            )
+        return generated.rows
+
+    def _without_samples(self, generated: Generated, timer: Timers) -> dict[str, float]:
+        self._steps_without_samples += 1
+        if self._steps_without_samples >= self.plan.max_steps_without_samples:
+            raise WorkerError(
+                f"{self._steps_without_samples} steps in a row had no usable row; see the failures in the rollout files "
+                "(trainer.max_steps_without_samples sets when a run gives up)"
+            )
+        return {**failure_metrics(generated.failed), **timer.seconds}
+
+    def _metrics(
+        self, batch: DataProto, generated: Generated, metrics: dict[str, float], timer: Timers
+    ) -> dict[str, float]:
+        self._steps_without_samples = 0
+        if metrics.get("actor/skipped_in_a_row", 0.0) >= self.plan.max_nonfinite_steps:
+            raise WorkerError(
+                f"{int(metrics['actor/skipped_in_a_row'])} optimizer steps in a row had a gradient that was not finite; "
+                "lower actor.optim.lr or look at the last rollouts (trainer.max_nonfinite_steps sets when a run gives up)"
+            )
+        return {
+            "training/global_step": float(self.global_step),
+            "training/epoch": float(self.loader.epoch),
+            "training/policy_version": float(generated.policy_version),
+            **failure_metrics(generated.failed),
+            **data_metrics(batch),
+            **self.kl_in_reward.metrics,
+            **metrics,
+            **generated.timing,
+            **timer.seconds,
+            **performance_metrics(timer.seconds, batch, self.plan.ranks),
+        }
+
+    def _due(self, freq: int) -> bool:
+        """Whether something that happens every `freq` steps, and at the end, is due."""
+        return self.global_step == self.plan.total_steps or (freq > 0 and self.global_step % freq == 0)
+
+    def _update_seed(self) -> int:
+        return self.plan.seed * 1_000_003 + self.global_step
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the roles' own state."""
+        return {
+            "global_step": self.global_step,
+            "loader": self.loader.state_dict(),
+            "kl_beta": self.kl_in_reward.controller.beta,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.loader.load_state_dict(state["loader"])
+        controller = self.kl_in_reward.controller
+        self.kl_in_reward.controller = replace(controller, beta=state["kl_beta"])
+
+    def learners(self) -> tuple[Actor, Values]:
+        """Return the roles whose weights a checkpoint keeps."""
+        return self.roles.actor, self.roles.critic

@@ -1,0 +1,137 @@
+"""Supervised steps before RL, through the actor's own learner; the result is a model folder cached by content.
+
+Called by `vrl train` when `warm_start.enable` is set, and by `vrl sft`.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import vrl
+from vrl.controller.progress import stage
+from vrl.controller.resource_pool import PoolSpec, ResourcePool
+from vrl.controller.roles import Actor
+from vrl.controller.worker_group import ProcessGroup
+from vrl.data.dataset import load_rows
+from vrl.data.loader import PromptLoader
+from vrl.models.renderer import HFRenderer, load_renderer
+from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, MINI_BATCH, POSITION_IDS
+from vrl.protocol.config.model import OptimConfig
+from vrl.protocol.config.schema import Config
+from vrl.protocol.dataproto import DataProto, object_column
+from vrl.protocol.errors import DataError
+from vrl.protocol.ragged import Ragged
+from vrl.protocol.trajectory import Prompt, content_key
+from vrl.workers.host import RunLength
+
+_LOG = logging.getLogger(__name__)
+# A change in any of these changes what a warm start gives.
+_SOURCES = ("algorithms", "models", "protocol/balance.py", "workers/learner.py", "workers/losses.py", "workers/actor.py")
+_PACKAGES = ("torch", "transformers")
+
+
+def warm_started(config: Config, pool: PoolSpec) -> Config:
+    """Return the settings with the model replaced by its warm-started copy, made now if the cache lacks it."""
+    if not config.warm_start.enable:
+        return config
+    folder = Path(config.warm_start.cache_dir) / content_hash(config, pool.world_size)
+    if folder.is_dir():
+        _LOG.info("warm start: found in the cache, %s", folder)
+    else:
+        _make(config, pool, folder)
+    model = replace(config.actor_rollout_ref.model, path=str(folder), tokenizer_path=None)
+    return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
+
+
+def content_hash(config: Config, world_size: int) -> str:
+    """Return the name of a warm start: a hash of model, data, settings, seed, code and versions."""
+    model = config.actor_rollout_ref.model
+    digest = hashlib.sha256()
+    settings = replace(config.warm_start, cache_dir="")
+    digest.update(repr((settings, model.override_config, model.min_pixels, model.max_pixels)).encode())
+    digest.update(repr((config.trainer.seed, world_size, config.actor_rollout_ref.actor.optim.betas)).encode())
+    digest.update(repr([importlib.metadata.version(name) for name in _PACKAGES]).encode())
+    package = Path(vrl.__file__).parent
+    paths = [Path(name) for name in config.warm_start.files]
+    paths += sorted(path for path in Path(model.path).glob("*") if path.is_file())
+    for source in _SOURCES:
+        paths += sorted((package / source).rglob("*.py")) if (package / source).is_dir() else [package / source]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"warm_start.files: {path} does not exist")
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
+    settings = config.warm_start
+    model = config.actor_rollout_ref.model
+    optim = OptimConfig(lr=settings.lr, lr_warmup_steps=settings.lr_warmup_steps, weight_decay=0.0)
+    policy = config.actor_rollout_ref
+    trained = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
+    renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
+    rows = load_rows(settings.files)
+    loader = PromptLoader(rows, settings.batch_size, seed=config.trainer.seed)
+    pool = ResourcePool(spec, config.trainer.worker_start_timeout)
+    processes = ProcessGroup(pool, trained)
+    try:
+        actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1))["actor"])
+        with stage("warm start", settings.steps) as progress:
+            for batch in _batches(loader, renderer, settings.steps, settings.messages_key):
+                metrics = actor.update_supervised(batch)
+                progress.advance(1, f"loss {metrics['train/loss']:.3f}")
+        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        actor.export(part)
+    finally:
+        processes.close()
+    if folder.is_dir():  # another run made the same one meanwhile
+        shutil.rmtree(part)
+    else:
+        part.rename(folder)
+    _LOG.info("warm start: %d steps, last loss %.3f, saved to %s", settings.steps, metrics["train/loss"], folder)
+
+
+def _batches(loader: PromptLoader, renderer: HFRenderer, steps: int, messages_key: str) -> Iterator[DataProto]:
+    for _ in range(steps):
+        yield supervised_batch(loader.next_batch(), renderer, messages_key)
+
+
+def supervised_batch(prompts: list[Prompt], renderer: HFRenderer, messages_key: str) -> DataProto:
+    """Return rows of prompt and answer, with `loss_mask` on the answer and its end token; one mini-batch."""
+    ids, masks, positions = [], [], []
+    for prompt in prompts:
+        before = renderer.expand(renderer.render(prompt.messages), prompt.images)
+        answer = renderer.answer_ids(_response(prompt, messages_key))
+        ids.append([*before, *answer])
+        masks.append([0] * len(before) + [1] * len(answer))
+        positions.append(renderer.positions(ids[-1], prompt.images))
+    columns: dict[str, torch.Tensor | Ragged] = {
+        INPUT_IDS: Ragged.from_rows(ids, torch.int64),
+        LOSS_MASK: Ragged.from_rows(masks, torch.bool),
+        MINI_BATCH: torch.zeros(len(prompts), 1, dtype=torch.int64),
+    }
+    if all(position is not None for position in positions):
+        flat = torch.cat([torch.as_tensor(position, dtype=torch.int64) for position in positions])
+        columns[POSITION_IDS] = Ragged(flat, columns[INPUT_IDS].offsets)  # type: ignore[union-attr]
+    keys = object_column(tuple(content_key(image) for image in prompt.images) for prompt in prompts)
+    blobs = {content_key(image): image for prompt in prompts for image in prompt.images}
+    return DataProto(columns, {IMAGE_KEYS: keys}, blobs)
+
+
+def _response(prompt: Prompt, key: str) -> str:
+    value = prompt.extra_info.get(key)
+    if isinstance(value, list) and value and isinstance(value[-1], dict):  # a conversation: its last message
+        value = value[-1].get("content")
+    if not isinstance(value, str) or not value:
+        raise DataError(
+            f"row {prompt.row_id}: no answer to learn in column {key!r}; set warm_start.messages_key to the column with it"
+        )
+    return value
