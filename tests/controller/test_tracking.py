@@ -166,7 +166,9 @@ def test_a_resumed_run_keeps_its_wandb_name(tmp_path: Path, monkeypatch: pytest.
     assert names[0] == names[1] != names[2]
 
 
-def test_a_wandb_that_breaks_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wandb_that_breaks_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """The first failure is a warning, and the run goes on without it."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = WandbLog(tmp_path, "project", "name", {}, 0)
@@ -175,3 +177,4 @@ def test_a_wandb_that_breaks_stops_nothing(tmp_path: Path, monkeypatch: pytest.M
     log.log({"x": 1.0}, 1)
     log.log({"x": 1.0}, 2)
     log.close()
+    assert caplog.text.count("wandb is left out from step") == 1

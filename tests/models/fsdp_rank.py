@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vrl.models.loading import load_policy, load_value_model
@@ -61,16 +61,30 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
 
+def _sharded(model: Model, precision: MixedPrecisionPolicy) -> Model:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model.decoder_layers(), *model.vision_blocks()):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def _check_bfloat16(load: Callable[[], Model], share: PackedBatch) -> None:
+    """Master weights in float32, compute in bfloat16: outputs stay float32 and near the exact ones."""
+    exact = load()(share)
+    outputs = _sharded(load(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))(share)
+    wanted, found = (x if isinstance(x, Tensor) else x.log_probs for x in (exact, outputs))
+    assert found.dtype == torch.float32
+    assert 0 < (found - wanted).abs().mean() < 0.02
+    found.sum().backward()
+
+
 def _check(load: Callable[[], Model], shares: list[PackedBatch], rank: int) -> None:
     alone = load()
     for share in shares:
         _loss(alone, share).backward()
     wanted = _gradients(alone)
-    mesh = init_device_mesh("cpu", (len(shares),))
-    model = load()
-    for layer in (*model.decoder_layers(), *model.vision_blocks()):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = _sharded(load(), MixedPrecisionPolicy())
     # Twice, as in gradient accumulation; FSDP averages over the ranks.
     for _ in range(2):
         (_loss(model, shares[rank]) * len(shares) / 2).backward()
@@ -80,7 +94,7 @@ def _check(load: Callable[[], Model], shares: list[PackedBatch], rank: int) -> N
 
 
 def main() -> None:
-    """Compare policy and value model, with a trained and a frozen vision tower."""
+    """Compare policy and value model, with a trained and a frozen vision tower, and in bfloat16."""
     folder, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -96,6 +110,8 @@ def main() -> None:
                 shares,
                 rank,
             )
+    for load in (load_policy, load_value_model):
+        _check_bfloat16(lambda load=load: load(folder, torch.float32), shares[rank])
     dist.destroy_process_group()
 
 

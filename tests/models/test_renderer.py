@@ -134,6 +134,12 @@ def test_every_end_token_of_the_generation_config_counts(text: HFRenderer, text_
     assert load_renderer(tmp_path).eos_ids == (end,)
 
 
+def test_an_answer_ends_with_the_end_token(text: HFRenderer) -> None:
+    ids = text.answer_ids("red, 7")
+    assert text.decode(ids[:-1], keep_special=True) == "red, 7"
+    assert ids[-1] == text.eos_ids[0]
+
+
 def test_text_round_trip(text: HFRenderer) -> None:
     ids = text.render(_user("naïve: a  b\n\t<image>"))
     assert "naïve: a  b\n\t<image>" in text.decode(ids)

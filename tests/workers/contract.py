@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from tests.workers.rig import Rig, drive
 from vrl.protocol.ports import EngineOutput, EngineRequest
 from vrl.protocol.trajectory import Prompt, Sampling
 
-FREE = Sampling(max_tokens=32, ignore_eos=True)
+FREE = Sampling(temperature=2.0, max_tokens=32, ignore_eos=True)
 
 
 def tokens(outputs: dict[str, EngineOutput]) -> dict[str, tuple[int, ...]]:
@@ -111,3 +113,32 @@ def sleep_ends_what_runs(rig: Rig, prompt: Prompt) -> None:
     rig.engine.wake(["weights"])
     rig.engine.wake(["kv_cache"])
     assert tokens(drive(rig.engine, requests)) == expected
+
+
+def running_rows_take_new_weights(rig: Rig, prompt: Prompt) -> None:
+    """Half a row under old weights, half under new ones: the second is that of a fresh row with the same prefix."""
+    greedy = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
+    request = rig.request("row", prompt, greedy)
+    initial = dict(rig.actor.full_weights())
+    changed = {name: tensor * 1.1 for name, tensor in initial.items()}
+
+    def halves(reset: bool) -> EngineOutput:
+        rig.engine.load_weights(iter(initial.items()))
+        rig.engine.reset_caches()
+        rig.engine.add_request(request)
+        for _ in range(6):
+            assert not rig.engine.step()
+        rig.engine.load_weights(iter(changed.items()))
+        if reset:
+            rig.engine.reset_caches()
+        return drive(rig.engine, [])["row"]
+
+    whole = halves(reset=True)
+    prefix = replace(request, ids=request.ids + whole.ids[:6], sampling=replace(greedy, max_tokens=6))
+    fresh = drive(rig.engine, [prefix])["row"]
+    assert fresh.ids == whole.ids[6:]
+    assert np.allclose(fresh.log_probs, whole.log_probs[6:], atol=1e-4)
+    stale = halves(reset=False)
+    assert not np.allclose(stale.log_probs[6:], whole.log_probs[6:], atol=1e-2)
+    rig.engine.load_weights(iter(initial.items()))
+    rig.engine.reset_caches()

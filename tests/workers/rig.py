@@ -1,4 +1,4 @@
-"""An actor and an engine over one tiny model in one rank: what the tests of engines, weight sync and agreement share."""
+"""An actor and an engine over one tiny model in one rank: what the tests of engines, sync and agreement share."""
 
 import io
 import os
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from vrl.agent.loop import FixedSource, Unscored
-from vrl.models.loading import load_policy
 from vrl.models.renderer import load_renderer
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.columns import ADVANTAGES, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
@@ -38,11 +38,9 @@ LONG = "count the cells of the grid, one after the other, and say which of them 
 def build_tiny(kind: str, root: Path) -> Path:
     """Build a tiny model and sharpen it: random weights alone give every token much the same probability."""
     folder = build_tiny_model(kind, root / kind, TEXTS, seed=5)
-    policy = load_policy(folder, torch.float32)
-    last_norm = next(p for name, p in policy.hf_named_parameters() if name.endswith("model.norm.weight"))
-    with torch.no_grad():
-        last_norm.mul_(4.0)
-    policy.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[next(name for name in weights if name.endswith("model.norm.weight"))] *= 4.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -100,10 +98,11 @@ def drive(engine: Engine, requests: Sequence[EngineRequest], max_steps: int = 50
         engine.add_request(request)
     outputs: dict[str, EngineOutput] = {}
     for _ in range(max_steps):
-        if not engine.num_unfinished():
-            return outputs
-        outputs |= {output.request_id: output for output in engine.step()}
-    raise AssertionError(f"{engine.num_unfinished()} requests unfinished after {max_steps} steps")
+        if engine.num_unfinished():
+            outputs |= {output.request_id: output for output in engine.step()}
+    if engine.num_unfinished():
+        raise TimeoutError(f"{engine.num_unfinished()} requests unfinished after {max_steps} steps")
+    return outputs
 
 
 class Difference(NamedTuple):
@@ -160,12 +159,12 @@ class Rig:
         apart = (trained.exp() - sampled.exp()).abs()
         return Difference(float(apart.mean()), float(apart.max()), float((trained - sampled).abs().max()))
 
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step on random advantages."""
+    def train(self, batch: DataProto, actor: ActorWorker) -> dict[str, float]:
+        """Let an actor take one optimizer step on random advantages."""
         ids = batch.ragged(INPUT_IDS)
         noise = torch.randn(len(ids.values), generator=torch.Generator().manual_seed(3))
         rows = batch.with_columns(**{ADVANTAGES: Ragged(noise, ids.offsets)})
-        return self.actor.update(rows, [list(range(len(rows)))])
+        return actor.update(rows, [list(range(len(rows)))])
 
     def close(self) -> None:
         self.rollout.close()

@@ -13,7 +13,6 @@ import torch
 from tests.workers import contract
 from tests.workers.references import greedy_by_transformers
 from tests.workers.rig import Rig, config_of, context_of, drive, opened, prompt, prompts_of
-from vrl.models.loading import load_policy
 from vrl.protocol.columns import LOSS_MASK
 from vrl.protocol.errors import DataError, EngineError
 from vrl.protocol.ports import EngineRequest
@@ -57,49 +56,30 @@ def test_synced_weights_are_used_at_once(rig: Rig, kind: str) -> None:
     sampling = Sampling(max_tokens=16, seed=2)
     first = rig.generate(prompts_of(kind), sampling)
     assert first is not None
-    rig.train(first)
-    stale = rig.difference(first)
-    rig.rollout.sync_weights(rig.actor)
+    actor = rig.actor_at(1.0)
+    rig.train(first, actor)
+    stale = rig.difference(first, actor)
+    rig.rollout.sync_weights(actor)
     second = rig.generate(prompts_of(kind), sampling)
+    rig.rollout.sync_weights(rig.actor)
     assert second is not None
-    apart = rig.difference(second)
+    apart = rig.difference(second, actor)
     assert apart.mean <= 1e-6
     assert apart.nats <= 1e-4
     assert stale.mean > 100 * apart.mean
 
 
-def test_reset_caches_gives_running_rows_the_new_weights(rig: Rig) -> None:
-    """Half a row under old weights, half under new ones: the second half is that of a fresh row with the same prefix."""
-    initial = {name: tensor.clone() for name, tensor in rig.actor.full_weights()}
-    changed = {name: tensor * 1.1 for name, tensor in initial.items()}
-    rig.engine.load_weights(iter(initial.items()))
-    request = rig.request("row", prompt("p", "what is 3 + 4?"), replace(GREEDY, max_tokens=12))
-
-    def halves(reset: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        rig.engine.load_weights(iter(initial.items()))
-        rig.engine.add_request(request)
-        for _ in range(6):
-            rig.engine.step()
-        rig.engine.load_weights(iter(changed.items()))
-        if reset:
-            rig.engine.reset_caches()
-        output = drive(rig.engine, [])["row"]
-        return output.ids, output.log_probs
-
-    ids, log_probs = halves(reset=True)
-    prefix = replace(request, ids=request.ids + ids[:6], sampling=replace(GREEDY, max_tokens=6))
-    fresh = drive(rig.engine, [prefix])["row"]
-    assert fresh.ids == ids[6:]
-    assert fresh.log_probs == pytest.approx(log_probs[6:], abs=1e-5)
-    _, stale = halves(reset=False)
-    assert stale[6:] != pytest.approx(log_probs[6:], abs=1e-3)
-    rig.engine.load_weights(iter(initial.items()))
+def test_running_rows_take_new_weights(rig: Rig, kind: str) -> None:
+    contract.running_rows_take_new_weights(rig, prompts_of(kind)[-1])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("{}.layers.1.self_attn.k_proj.weight"), r"unwritten.*layers\.1\.self_attn\.k_proj"),
+        (
+            lambda weights: weights.pop("{}.layers.1.self_attn.k_proj.weight"),
+            r"unwritten.*layers\.1\.self_attn\.k_proj",
+        ),
         (lambda weights: weights.pop("{}.embed_tokens.weight"), r"unwritten.*embed_tokens"),
         (lambda weights: weights.update({"{}.bogus.weight": torch.zeros(2)}), r"bogus\.weight.*does not have"),
         (lambda weights: weights.update({"{}.norm.weight": torch.zeros(7)}), r"norm\.weight.*\(7,\).*\(128,\)"),
@@ -142,8 +122,10 @@ def test_sleep_ends_what_runs(rig: Rig, kind: str) -> None:
     contract.sleep_ends_what_runs(rig, prompts_of(kind)[-1])
 
 
-def test_banned_ids_never_come(tiny_folder: Callable[[str], Path]) -> None:
-    with opened(config_of(tiny_folder("qwen2_5_vl"), name="hf", max_num_seqs=64)) as rig:
+def test_banned_ids_never_come(rig: Rig, kind: str) -> None:
+    if kind == "qwen2":
+        assert rig.context.renderer.banned_ids == ()
+    else:
         contract.banned_ids_never_come(rig, prompt("p", "what is 3 + 4?"))
 
 
@@ -152,7 +134,6 @@ def test_waiting_requests_give_the_same_tokens(
     rig: Rig, kind: str, tiny_folder: Callable[[str], Path], limits: dict[str, int]
 ) -> None:
     narrow = HfEngine.build(context_of(config_of(tiny_folder(kind), name="hf", **limits)))
-    rig.engine.load_weights(iter(load_policy(tiny_folder(kind), torch.float32).hf_named_parameters()))
     requests = [
         rig.request(f"{p.uid}{seed}", p, Sampling(max_tokens=4, seed=seed, ignore_eos=True))
         for p in prompts_of(kind)
@@ -160,7 +141,7 @@ def test_waiting_requests_give_the_same_tokens(
     ]
     wide = drive(rig.engine, requests, max_steps=4)
     assert contract.tokens(drive(narrow, requests)) == contract.tokens(wide)
-    with pytest.raises(AssertionError, match="unfinished after 4 steps"):
+    with pytest.raises(TimeoutError, match="unfinished after 4 steps"):
         drive(narrow, requests, max_steps=4)
 
 
@@ -200,7 +181,7 @@ PROBS = torch.tensor([0.05, 0.5, 0.15, 0.3])
         (-1, 0.81, [1, 2, 3]),
         (-1, 0.5, [1]),
         (-1, 1e-6, [1]),
-        (3, 0.52, [1, 3]),  # 0.5 / 0.95 = 0.526 of what top_k leaves: one token is enough only below that
+        (3, 0.52, [1]),  # 0.5 / 0.95 = 0.526 of what top_k leaves
         (3, 0.54, [1, 3]),
     ],
 )

@@ -21,20 +21,30 @@ _STEPS_WITHOUT_PROGRESS = 1000  # engine steps in a row that finish nothing and 
 class Pending(Protocol):
     """A score that is being worked on."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether the score is there; never waits."""
+        ...
 
     @property
-    def score(self) -> Score: ...
+    def score(self) -> Score:
+        """The outcome, once `done()` is true."""
+        ...
 
 
 class Scorer(Protocol):
     """Where finished episodes are scored: a `RewardPool`, or nothing on ranks that only follow."""
 
-    def submit(self, prompt: Prompt, response_text: str) -> Pending: ...
+    def submit(self, prompt: Prompt, response_text: str) -> Pending:
+        """Ask for the score of one finished episode; returns at once."""
+        ...
 
-    def poll(self) -> None: ...
+    def poll(self) -> None:
+        """Take in what has been scored meanwhile, without waiting. Called between engine steps."""
+        ...
 
-    def wait(self) -> bool: ...
+    def wait(self) -> bool:
+        """Wait for everything that was submitted; return whether all of it is scored."""
+        ...
 
 
 @final
@@ -135,8 +145,8 @@ class EpisodeLoop:
         )
         if room < 1:
             raise DataError(
-                f"row {prompt.row_id}: its prompt has {len(rendered.expanded)} tokens and leaves no room in a context of "
-                f"{self._limits.max_model_len}; raise rollout.max_model_len or lower data.max_prompt_length"
+                f"row {prompt.row_id}: its prompt has {len(rendered.expanded)} tokens and leaves no room in a context "
+                f"of {self._limits.max_model_len}; raise rollout.max_model_len or lower data.max_prompt_length"
             )
         request_id = f"{prompt.uid}/{index}"
         seed = request_seed(self._sampling.seed, step, prompt.uid, index)
@@ -191,6 +201,7 @@ class FixedSource:
         self._left = list(reversed(episodes))
 
     def take(self, k: int) -> list[tuple[Prompt, int]]:
+        """Return the next `k` episodes, or those that are left."""
         return [self._left.pop() for _ in range(min(k, len(self._left)))]
 
 
@@ -202,6 +213,7 @@ class TrajectoryList:
         self.trajectories: list[Trajectory] = []
 
     def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Append; the list is in the order in which episodes were scored."""
         self.trajectories.extend(trajectories)
 
 
@@ -219,6 +231,7 @@ class LockStepSource:
         self._share = share
 
     def take(self, k: int) -> list[tuple[Prompt, int]]:
+        """Return what the leader took, the same on all ranks of the engine. A collective: all of them call it."""
         return self._share(self._source.take(k) if self._source is not None else None)
 
 
@@ -226,19 +239,24 @@ class LockStepSource:
 class Unscored:
     """The scorer of ranks that only follow their engine's leader: every score is 0 and is thrown away."""
 
-    def submit(self, prompt: Prompt, response_text: str) -> "Unscored":
+    def submit(self, prompt: Prompt, response_text: str) -> "Unscored":  # noqa: ARG002  (part of the interface)
+        """Return itself as the pending score."""
         return self
 
     def done(self) -> bool:
+        """Return True: nothing is ever under way."""
         return True
 
     @property
     def score(self) -> Score:
+        """Zero, whatever the answer was."""
         return Score(0.0)
 
-    def poll(self) -> None: ...
+    def poll(self) -> None:
+        """Nothing arrives, so there is nothing to take in."""
 
     def wait(self) -> bool:
+        """Return True without waiting."""
         return True
 
 

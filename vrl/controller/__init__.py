@@ -1,1 +1,1 @@
-"""The single driver: pools and worker groups on Ray, the trainer, evaluation, tracking, checkpoints, the command line."""
+"""The single driver: pools and worker groups on Ray, trainer, evaluation, tracking, checkpoints, the command line."""

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: complete or absent. Each role writes its part, the driver the rest; then the folder gets its name."""
+"""Checkpoints of a run: complete or absent.
+
+Each role writes its part, the driver the rest; then the folder gets its name. Called by the trainer.
+"""
 
 import json
 import time
@@ -19,11 +22,17 @@ class Saved(Protocol):
 
     global_step: int
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the roles' own state, as JSON values."""
+        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        ...
 
-    def learners(self) -> tuple[Actor, Values]: ...
+    def learners(self) -> tuple[Actor, Values]:
+        """Return the roles whose weights a checkpoint keeps."""
+        ...
 
 
 @final

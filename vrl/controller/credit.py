@@ -1,4 +1,4 @@
-"""From scores to advantages, on the driver: KL in the reward, and the advantage estimator. Light work on flat tensors."""
+"""From scores to advantages, on the driver: KL in the reward and the advantage estimator. Light work, flat tensors."""
 
 from dataclasses import dataclass
 from typing import final

@@ -33,7 +33,9 @@ class Evaluation:
         metrics = _metrics(generated)
         if self.greedy_beside and not self.sampling.greedy:
             greedy = rollout.generate(self.prompts, replace(self.sampling, temperature=0.0, n=1), 0)
-            metrics |= {_greedy_name(name): value for name, value in _metrics(greedy).items() if name.endswith("mean@1")}
+            metrics |= {
+                _greedy_name(name): value for name, value in _metrics(greedy).items() if name.endswith("mean@1")
+            }
         metrics["training/failed_val_rows"] = float(len(generated.failed))
         metrics["timing_s/testing"] = time.perf_counter() - begin
         return metrics

@@ -22,10 +22,11 @@ class PromptQueue:
         self._left: deque[Episode] = deque()
 
     def fill(self, episodes: Sequence[Episode]) -> None:
+        """Start a step with these episodes; whatever was left is dropped."""
         self._left = deque(episodes)
 
     def take(self, k: int) -> list[Episode]:
-        """Return at most `k` episodes, and no more than a fair share of half of what is left, in whole groups if possible."""
+        """Return at most `k` episodes: a fair share of half of what is left, in whole groups if possible."""
         share = -(-len(self._left) // (2 * self._replicas))
         count = min(k, max(share, 1), len(self._left))
         # Samples of one prompt stay together where they fit: the engine reads their prompt once.
@@ -42,6 +43,7 @@ class QueueSource:
         self._queue = queue
 
     def take(self, k: int) -> list[Episode]:
+        """Return at most `k` episodes; empty when the queue is."""
         return ray.get(self._queue.take.remote(k))
 
 

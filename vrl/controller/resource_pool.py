@@ -13,7 +13,7 @@ from vrl.protocol.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """What a pool asks for: `ranks_per_node` processes on each of `nodes` machines, with a GPU each or with CPU cores."""
+    """What a pool asks for: `ranks_per_node` processes on each of `nodes` machines, each with a GPU or CPU cores."""
 
     name: str
     ranks_per_node: int
@@ -23,6 +23,7 @@ class PoolSpec:
 
     @property
     def world_size(self) -> int:
+        """Processes on all machines together."""
         return self.ranks_per_node * self.nodes
 
 
@@ -56,6 +57,7 @@ class ResourcePool:
         return self.groups[node], local
 
     def release(self) -> None:
+        """Give the reservation back to the cluster; Ray kills what still runs in it."""
         for group in self.groups:
             remove_placement_group(group)
 
@@ -73,6 +75,6 @@ def _check_available(spec: PoolSpec) -> None:
     need = spec.world_size * (1 if spec.gpus else spec.cpus_per_rank)
     if have < need:
         raise ConfigError(
-            f"trainer.nnodes={spec.nodes} x trainer.n_gpus_per_node={spec.ranks_per_node} asks for {need} {kind}s, but the "
-            f"cluster has {int(have)}; set trainer.n_gpus_per_node={max(1, int(have) // max(spec.nodes, 1))}"
+            f"trainer.nnodes={spec.nodes} x trainer.n_gpus_per_node={spec.ranks_per_node} asks for {need} {kind}s, but "
+            f"the cluster has {int(have)}; set trainer.n_gpus_per_node={max(1, int(have) // max(spec.nodes, 1))}"
         )

@@ -21,25 +21,37 @@ NOTHING = DataProto()
 class LogProbs(Protocol):
     """Adds log-probs of some policy."""
 
-    def log_probs(self, batch: DataProto) -> DataProto: ...
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Return the new columns for the rows of `batch`, in their order; no column at all when nobody needs them."""
+        ...
 
 
 class Values(Protocol):
     """Adds values, and learns them."""
 
-    def values(self, batch: DataProto) -> DataProto: ...
+    def values(self, batch: DataProto) -> DataProto:
+        """Return the value of the prefix before each token; no column at all when nobody needs it."""
+        ...
 
-    def update(self, batch: DataProto) -> dict[str, float]: ...
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Learn the returns, one optimizer step a mini-batch of column `mini_batch`; return metrics."""
+        ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer into a new folder."""
+        ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        ...
 
 
 class Scores(Protocol):
     """Adds scores that the rollout could not give by itself."""
 
-    def score(self, batch: DataProto) -> DataProto: ...
+    def score(self, batch: DataProto) -> DataProto:
+        """Return the columns to add, or to put in place of those of the rollout."""
+        ...
 
 
 @final
@@ -94,12 +106,15 @@ class Actor:
         self._group = group
 
     def log_probs(self, batch: DataProto) -> DataProto:
+        """Return log-probs and entropy of the sampled tokens under the present weights."""
         return self._group.call("log_probs", batch)
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        """Take one optimizer step a mini-batch of column `mini_batch`; return metrics."""
         return self._group.call("update", batch)
 
     def update_supervised(self, batch: DataProto) -> dict[str, float]:
+        """Like `update`, on the cross-entropy of the tokens in `loss_mask`."""
         return self._group.call("update_supervised", batch)
 
     def sync_weights_to(self, rollout: WorkerGroup) -> int:
@@ -107,12 +122,15 @@ class Actor:
         return self._group_version(rollout.call("sync_weights", Colocated(self._group.role)))
 
     def save(self, folder: Path) -> None:
+        """Write weights and optimizer into a new folder."""
         self._group.call("save", folder)
 
     def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote; the engines need a sync afterwards."""
         self._group.call("load", folder)
 
     def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder that others can load."""
         self._group.call("export", folder)
 
     @staticmethod
@@ -129,6 +147,7 @@ class Reference:
         self._group = group
 
     def log_probs(self, batch: DataProto) -> DataProto:
+        """Return the log-probs of the sampled tokens under the frozen weights."""
         return self._group.call("log_probs", batch)
 
 
@@ -140,15 +159,19 @@ class Critic:
         self._group = group
 
     def values(self, batch: DataProto) -> DataProto:
+        """Return the value of the prefix before each token."""
         return self._group.call("values", batch)
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        """Take one optimizer step a mini-batch of column `mini_batch`; return metrics."""
         return self._group.call("update", batch)
 
     def save(self, folder: Path) -> None:
+        """Write weights and optimizer into a new folder."""
         self._group.call("save", folder)
 
     def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
         self._group.call("load", folder)
 
 
@@ -156,7 +179,8 @@ class Critic:
 class NoLogProbs:
     """Where nobody needs them: no reference, or old log-probs that come from the single update's own forward pass."""
 
-    def log_probs(self, batch: DataProto) -> DataProto:
+    def log_probs(self, batch: DataProto) -> DataProto:  # noqa: ARG002  (part of the interface)
+        """Return no column."""
         return NOTHING
 
 
@@ -164,21 +188,25 @@ class NoLogProbs:
 class NoCritic:
     """For estimators without values."""
 
-    def values(self, batch: DataProto) -> DataProto:
+    def values(self, batch: DataProto) -> DataProto:  # noqa: ARG002  (part of the interface)
+        """Return no column."""
         return NOTHING
 
-    def update(self, batch: DataProto) -> dict[str, float]:
+    def update(self, batch: DataProto) -> dict[str, float]:  # noqa: ARG002  (part of the interface)
+        """Return no metrics: nothing learns."""
         return {}
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write nothing; the checkpoint has no folder for a critic."""
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Read nothing, also where a checkpoint has a critic."""
 
 
 @final
 class NoRewardModel:
     """Scores come from the reward processes while episodes run; nothing is left to do."""
 
-    def score(self, batch: DataProto) -> DataProto:
+    def score(self, batch: DataProto) -> DataProto:  # noqa: ARG002  (part of the interface)
+        """Return no column."""
         return NOTHING
-

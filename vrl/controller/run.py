@@ -92,6 +92,7 @@ def total_steps(config: Config, loader: PromptLoader) -> int:
 
 
 def pool_spec(config: Config, gpus: bool) -> PoolSpec:
+    """Return the one pool of a run: all roles are colocated in its processes, one a rank."""
     trainer = config.trainer
     return PoolSpec(
         name="global",

@@ -49,6 +49,7 @@ class MiniBatches:
     shuffle: bool
 
     def assign(self, batch: DataProto, seed: int) -> DataProto:
+        """Return the rows with column `mini_batch`, `[B, epochs]`: which optimizer step of an epoch a row belongs to."""
         column = assign_mini_batches(list(batch.objects[UID]), self.prompts, self.epochs, seed, self.shuffle)
         return batch.with_columns(**{MINI_BATCH: column})
 
@@ -91,6 +92,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        """Time the block as `timing_s/<stage>`, also when it fails."""
         begin = time.perf_counter()
         try:
             yield
@@ -190,8 +192,8 @@ class Trainer:
         self._steps_without_samples += 1
         if self._steps_without_samples >= self.plan.max_steps_without_samples:
             raise WorkerError(
-                f"{self._steps_without_samples} steps in a row had no usable row; see the failures in the rollout files "
-                "(trainer.max_steps_without_samples sets when a run gives up)"
+                f"{self._steps_without_samples} steps in a row had no usable row; see the failures in the rollout "
+                "files (trainer.max_steps_without_samples sets when a run gives up)"
             )
         return {**failure_metrics(generated.failed), **timer.seconds}
 
@@ -201,8 +203,9 @@ class Trainer:
         self._steps_without_samples = 0
         if metrics.get("actor/skipped_in_a_row", 0.0) >= self.plan.max_nonfinite_steps:
             raise WorkerError(
-                f"{int(metrics['actor/skipped_in_a_row'])} optimizer steps in a row had a gradient that was not finite; "
-                "lower actor.optim.lr or look at the last rollouts (trainer.max_nonfinite_steps sets when a run gives up)"
+                f"{int(metrics['actor/skipped_in_a_row'])} optimizer steps in a row had a gradient that was not "
+                "finite; lower actor.optim.lr or look at the last rollouts (trainer.max_nonfinite_steps sets when a "
+                "run gives up)"
             )
         return {
             "training/global_step": float(self.global_step),

@@ -33,7 +33,14 @@ from vrl.workers.host import RunLength
 
 _LOG = logging.getLogger(__name__)
 # A change in any of these changes what a warm start gives.
-_SOURCES = ("algorithms", "models", "protocol/balance.py", "workers/learner.py", "workers/losses.py", "workers/actor.py")
+_SOURCES = (
+    "algorithms",
+    "models",
+    "protocol/balance.py",
+    "workers/learner.py",
+    "workers/losses.py",
+    "workers/actor.py",
+)
 _PACKAGES = ("torch", "transformers")
 
 
@@ -132,6 +139,7 @@ def _response(prompt: Prompt, key: str) -> str:
         value = value[-1].get("content")
     if not isinstance(value, str) or not value:
         raise DataError(
-            f"row {prompt.row_id}: no answer to learn in column {key!r}; set warm_start.messages_key to the column with it"
+            f"row {prompt.row_id}: no answer to learn in column {key!r}; set warm_start.messages_key to the "
+            "column with it"
         )
     return value

@@ -9,7 +9,7 @@ The driver calls `group.call(method, batch, ...)`; the method's own declaration 
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import ray
 import torch
@@ -71,11 +71,14 @@ class ProcessGroup:
                 runtime_env={"env_vars": env},
                 max_restarts=0,
             )
-            self.handles.append(options.remote(place, config))
+            # Ray types what it returns as handle or class, for completion in editors; it is a handle.
+            self.handles.append(cast(ActorHandle, options.remote(place, config)))
 
     def build(self, roles: Sequence[str], length: RunLength) -> dict[str, "WorkerGroup"]:
         """Build roles in every process, in order; return a handle for each."""
-        self.gather([handle.build.remote(list(roles), length) for handle in self.handles], f"building {', '.join(roles)}")
+        self.gather(
+            [handle.build.remote(list(roles), length) for handle in self.handles], f"building {', '.join(roles)}"
+        )
         return {role: WorkerGroup(self, role) for role in roles}
 
     def gather(self, refs: Sequence[Any], what: str) -> list[Any]:
@@ -100,6 +103,7 @@ class ProcessGroup:
             self.kill()
 
     def kill(self) -> None:
+        """End all processes now, whatever they are doing, and give the pool back."""
         for handle in self.handles:
             ray.kill(handle)
         self.pool.release()
@@ -116,6 +120,7 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the group."""
         return len(self._processes.handles)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -149,9 +154,7 @@ class WorkerGroup:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist()
         shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.world_size)
         slim = batch.drop([MINI_BATCH])
-        return reduce_metrics(
-            self._gather(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
-        )
+        return reduce_metrics(self._gather(method, [(slim.rows(share.rows), share.steps, *others) for share in shares]))
 
     def _gather(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         refs = [
@@ -171,7 +174,8 @@ def _result(ref: Any, rank: int, what: str) -> Any:
         raise WorkerError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}\n{error}") from error
     except RayActorError as error:
         raise WorkerError(
-            f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): {error}"
+            f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): "
+            f"{error}"
         ) from error
 
 

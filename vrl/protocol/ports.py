@@ -13,7 +13,7 @@ from vrl.protocol.trajectory import Prompt, Sampling, Trajectory
 
 
 class Renderer(Protocol):
-    """Messages to token ids and back, in the model's own chat template. Owns everything that depends on the tokenizer."""
+    """Messages to token ids and back in the model's own chat template; owns all that depends on the tokenizer."""
 
     banned_ids: tuple[int, ...]  # image, video and vision marks: never sampled
     eos_ids: tuple[int, ...]
@@ -34,7 +34,9 @@ class Renderer(Protocol):
         """Return the ids of an assistant's answer with the token that ends its turn."""
         ...
 
-    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Return the text of ids; special tokens are left out unless asked for."""
+        ...
 
     def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> Sequence[Sequence[int]] | None:
         """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
@@ -64,19 +66,29 @@ class EngineOutput:
 class Engine(Protocol):
     """Generates tokens. Driven from outside by `step()`; lives in the worker's process."""
 
-    def add_request(self, request: EngineRequest) -> None: ...
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a turn; a later `step()` starts it when there is room."""
+        ...
 
     def step(self) -> list[EngineOutput]:
         """Advance all running requests by one token; return those that finished."""
         ...
 
-    def num_unfinished(self) -> int: ...
+    def num_unfinished(self) -> int:
+        """Return how many requests run or wait."""
+        ...
 
-    def abort(self, request_ids: Iterable[str]) -> None: ...
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests without an output; unknown names are fine, they may just have finished."""
+        ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Drop what runs, and give the memory of weights and KV cache back where the device can."""
+        ...
 
-    def wake(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take memory again: "weights" before they are loaded, "kv_cache" before the next step."""
+        ...
 
     def load_weights(self, weights: Iterator[tuple[str, Any]]) -> int:
         """Write full tensors by Hugging Face name; return how many parameters were written.
@@ -85,7 +97,9 @@ class Engine(Protocol):
         """
         ...
 
-    def reset_caches(self) -> None: ...
+    def reset_caches(self) -> None:
+        """Drop what was computed with older weights, such as cached prefixes."""
+        ...
 
     def close(self) -> None:
         """End the engine; it may take the process group with it, so it comes before leaving that."""
@@ -103,4 +117,6 @@ class PromptSource(Protocol):
 class TrajectorySink(Protocol):
     """Where replicas put finished trajectories."""
 
-    def put(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def put(self, trajectories: Sequence[Trajectory]) -> None:
+        """Take trajectories that are finished and scored, or failed; called as they come."""
+        ...

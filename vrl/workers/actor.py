@@ -73,10 +73,12 @@ class ActorWorker:
 
     @register(Dispatch.ALL)
     def save(self, folder: Path) -> None:
+        """Write weights, optimizer and counters; the folder must not exist yet."""
         checkpoint.save(folder, self._learner)
 
     @register(Dispatch.ALL)
     def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Raises DataError when the checkpoint does not fit."""
         checkpoint.load(folder, self._learner)
 
     @register(Dispatch.ALL)
@@ -95,6 +97,7 @@ class ReferenceWorker:
 
     @classmethod
     def build(cls, context: BuildContext) -> Self:
+        """Load and shard the policy of `actor_rollout_ref.model`, without gradients."""
         config = context.config
         ref = config.actor_rollout_ref.ref
         policy = _load(context, ref.fsdp_config, frozen=True)
@@ -151,9 +154,7 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
     return policy
 
 
-def _log_probs(
-    learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...]
-) -> DataProto:
+def _log_probs(learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...]) -> DataProto:
     def run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
         outputs = module(
             packed,

@@ -1,4 +1,4 @@
-"""From settings to a sharded module with its optimizer and packer: what actor, critic and reference share when built."""
+"""From settings to a sharded module with optimizer and packer: what actor, critic and reference share when built."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ class BuildContext:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def packer(self) -> Packer:
+        """Return a packer for the model; vision-language models need positions and share one image cache."""
         return Packer(self.images, needs_positions=self.images is not None)
 
     def limits(self, max_tokens: int, rows: int | None) -> BatchLimits:
@@ -84,7 +85,6 @@ def schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     )
 
 
-def learner(
-    module: nn.Module, context: BuildContext, limits: BatchLimits, step: OptimizerState | None
-) -> Learner:
+def learner(module: nn.Module, context: BuildContext, limits: BatchLimits, step: OptimizerState | None) -> Learner:
+    """Return the learner of a sharded module; `step` is None for a frozen one."""
     return Learner(module, context.packer(), limits, step)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from vrl.protocol.errors import DataError
@@ -18,7 +18,7 @@ def is_writer() -> bool:
 
 def save(folder: Path, learner: Learner) -> None:
     """Write weights, optimizer state and counters. All ranks call it; the folder must not exist yet."""
-    dcp.save(_state(learner), checkpoint_id=str(folder))
+    state_dict_saver.save(_state(learner), checkpoint_id=str(folder))
 
 
 def load(folder: Path, learner: Learner) -> None:
@@ -27,7 +27,7 @@ def load(folder: Path, learner: Learner) -> None:
         raise DataError(f"checkpoint {folder} is not complete: it has no .metadata file")
     state = _state(learner)
     try:
-        dcp.load(state, checkpoint_id=str(folder))
+        state_dict_loader.load(state, checkpoint_id=str(folder))
     except RuntimeError as error:
         raise DataError(f"checkpoint {folder} does not fit this model and optimizer: {error}") from error
     assert learner.stepper is not None

@@ -63,12 +63,14 @@ class CriticWorker:
 
     @register(Dispatch.ALL)
     def save(self, folder: Path) -> None:
+        """Write weights, optimizer and counters; the folder must not exist yet."""
         checkpoint.save(folder, self._learner)
 
     @register(Dispatch.ALL)
     def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Raises DataError when the checkpoint does not fit."""
         checkpoint.load(folder, self._learner)
 
 
-def _run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
+def _run(module: nn.Module, packed: PackedBatch, _rows: DataProto) -> Sequence[Tensor]:
     return [module(packed)]

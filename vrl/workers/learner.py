@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from vrl.algorithms.aggregation import Counts
 from vrl.models.packing import PackedBatch
-from vrl.protocol.balance import micro_batches, partition
+from vrl.protocol.balance import micro_batches
 from vrl.protocol.columns import INPUT_IDS
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.metrics import reduce_metrics
@@ -45,7 +45,9 @@ class Loss(Protocol):
         """Return the local counts that the aggregation will divide by."""
         ...
 
-    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput: ...
+    def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        """Run `module` on one micro-batch. `rows` are the rows in `packed`, `totals` the mini-batch's global counts."""
+        ...
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
         """Turn global sums and maxima of one mini-batch into named metrics."""
@@ -103,7 +105,10 @@ class Learner:
     def infer(
         self, batch: DataProto, run: Callable[[nn.Module, PackedBatch, DataProto], Sequence[Tensor]]
     ) -> list[Ragged]:
-        """Return one or more per-token results `[T]` in the order of the rows. `run` gives tensors `[T]` of a micro-batch."""
+        """Return one or more per-token results `[T]` in the order of the rows, none for a batch without rows.
+
+        `run` gives the tensors `[T]` of a micro-batch.
+        """
         self.module.eval()
         plan = self._plan(batch, list(range(len(batch))))
         parts: list[list[Ragged]] = []
@@ -186,12 +191,14 @@ class Learner:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist() if len(batch) else []
         wanted = [lengths[i] for i in members]
         if self.limits.rows is not None:
-            plan = [list(range(i, min(i + self.limits.rows, len(wanted)))) for i in range(0, len(wanted), self.limits.rows)]
+            plan = [
+                list(range(i, min(i + self.limits.rows, len(wanted)))) for i in range(0, len(wanted), self.limits.rows)
+            ]
         else:
             plan = micro_batches(wanted, self.limits.max_tokens)
         count = self._global_max(max(1, len(plan)))
-        if len(plan) < count and self.limits.rows is None and len(wanted) >= count:
-            plan = partition(wanted, count)
+        if len(plan) < count and self.limits.rows is None:
+            plan = micro_batches(wanted, self.limits.max_tokens, at_least=count)
         plan += [[] for _ in range(count - len(plan))]
         return [[members[i] for i in part] for part in plan]
 

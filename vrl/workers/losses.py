@@ -1,4 +1,4 @@
-"""The losses of the roles, as the learner wants them: counts, one micro-batch, metrics. Formulas live in `algorithms/`."""
+"""The losses of the roles as the learner wants them: counts, one micro-batch, metrics. Formulas: `algorithms/`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +52,11 @@ class PolicyObjective:
     kl_type: str
 
     def counts(self, rows: DataProto) -> Counts:
+        """Return sampled tokens and sequences of the rows."""
         return _counts(rows)
 
     def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        """Run the policy on one micro-batch; return its share of the loss and the sums behind the metrics."""
         mask = rows.ragged(LOSS_MASK).values
         offsets = rows.ragged(INPUT_IDS).offsets
         device = packed.input_ids.device
@@ -101,6 +103,7 @@ class PolicyObjective:
         return aggregation.aggregate(per_token, inputs.mask, inputs.offsets, mode, totals, self.norm_length)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+        """Return means over the sampled tokens as `actor/*`; on-policy also `training/rollout_probs_diff_*`."""
         tokens = max(totals.tokens, 1)
         whole = ("pg_loss", "kl_loss")  # already shares of a global mean
         out = {f"actor/{name}": sums[name] for name in whole if name in sums}
@@ -121,9 +124,11 @@ class ValueObjective:
     norm_length: float | None
 
     def counts(self, rows: DataProto) -> Counts:
+        """Return sampled tokens and sequences of the rows."""
         return _counts(rows)
 
     def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        """Run the value model on one micro-batch; return its share of the loss and the sums behind the metrics."""
         device = packed.input_ids.device
         mask = rows.ragged(LOSS_MASK).values.to(device)
         values = module(packed)
@@ -135,7 +140,13 @@ class ValueObjective:
         sums |= {"vf_loss": loss.detach(), "vpred_mean": (values.detach() * mask).sum()}
         return LossOutput(loss, sums)
 
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+    def metrics(
+        self,
+        sums: Mapping[str, float],
+        maxima: Mapping[str, float],  # noqa: ARG002  (part of the interface)
+        totals: Counts,
+    ) -> dict[str, float]:
+        """Return the loss and means over the sampled tokens as `critic/*`."""
         tokens = max(totals.tokens, 1)
         return {f"critic/{name}": value if name == "vf_loss" else value / tokens for name, value in sums.items()}
 
@@ -148,15 +159,23 @@ class SupervisedObjective:
     sampling: SamplingDistribution
 
     def counts(self, rows: DataProto) -> Counts:
+        """Return sampled tokens and sequences of the rows."""
         return _counts(rows)
 
     def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
+        """Run the policy on one micro-batch; return its share of the mean cross-entropy."""
         mask = rows.ragged(LOSS_MASK).values.to(packed.input_ids.device)
         outputs = module(packed, chunk_tokens=self.sampling.chunk_tokens, positions=mask)
         loss = -torch.where(mask, outputs.log_probs, 0.0).sum() / max(totals.tokens, 1)
         return LossOutput(loss, {"loss": loss.detach()})
 
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
+    def metrics(
+        self,
+        sums: Mapping[str, float],
+        maxima: Mapping[str, float],  # noqa: ARG002  (part of the interface)
+        totals: Counts,  # noqa: ARG002  (part of the interface)
+    ) -> dict[str, float]:
+        """Return the mean cross-entropy, in nats a token, as `train/loss`."""
         return {f"train/{name}": value for name, value in sums.items()}
 
 

@@ -20,6 +20,7 @@ class Packer:
         self.needs_positions = needs_positions
 
     def pack(self, rows: DataProto, device: torch.device) -> PackedBatch:
+        """Return the rows one after the other as one sequence, with their images, on `device`."""
         ids = rows.ragged(INPUT_IDS)
         positions = rows.ragged(POSITION_IDS).values if self.needs_positions else None
         pixels, grids = self._pixels(rows)

@@ -1,4 +1,4 @@
-"""The rollout worker: an engine, its renderer and reward processes; generates the rows of a step and takes new weights."""
+"""The rollout worker: engine, renderer and reward processes; generates the rows of a step and takes new weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,14 +36,16 @@ class EngineGroup:
         """Cut the world into engines of neighbouring ranks. All ranks must call it."""
         rank, world = dist.get_rank(), dist.get_world_size()
         replica, place = divmod(rank, tensor_parallel)
-        mine = None
+        mine: dist.ProcessGroup | None = None
         if tensor_parallel > 1:
             for start in range(0, world, tensor_parallel):
                 group = dist.new_group(list(range(start, start + tensor_parallel)), backend="gloo")
-                mine = group if start == rank - place else mine
+                if isinstance(group, dist.ProcessGroup):  # a rank outside gets a number instead
+                    mine = group
         return cls(replica, place == 0, rank - place, mine)
 
     def share(self, episodes: list[tuple[Prompt, int]] | None) -> list[tuple[Prompt, int]]:
+        """Return the leader's episodes on every rank of the engine; the others give None. A collective."""
         box = [episodes]
         dist.broadcast_object_list(box, src=self.leader_rank, group=self.group)
         assert box[0] is not None

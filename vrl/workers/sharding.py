@@ -14,18 +14,25 @@ from torch.distributed.tensor import DTensor, Shard
 class Shardable(Protocol):
     """What a model of `models/` offers for sharding."""
 
-    def decoder_layers(self) -> Sequence[nn.Module]: ...
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Return the decoder's layers, to shard one by one."""
+        ...
 
-    def vision_blocks(self) -> Sequence[nn.Module]: ...
+    def vision_blocks(self) -> Sequence[nn.Module]:
+        """Return the vision tower's blocks; none for text models."""
+        ...
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reshard: bool) -> None:
-    """Shard each block, then the rest as the root. Master weights keep their dtype (float32), computation runs in `dtype`."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else None
-    keywords = {"mesh": mesh, "reshard_after_forward": reshard} | ({"mp_policy": policy} if policy else {})
+    """Shard each block, then the rest as the root.
+
+    Master weights keep their dtype (float32), computation runs in `dtype`.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for block in blocks:
-        fully_shard(block, **keywords)
-    fully_shard(module, **keywords)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
 def full_parameters(named: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +73,7 @@ def _gather(bucket: Sequence[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor
         pieces.append(flat)
     mine = torch.cat(pieces)
     everyone = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    dist.all_gather_single(everyone, mine, group=group)
     by_rank = everyone.view(ranks, len(mine))
     start = 0
     for (name, tensor), piece in zip(bucket, pieces, strict=True):

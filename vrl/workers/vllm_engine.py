@@ -77,6 +77,11 @@ class VllmEngine:
     # -- generation ---------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            DataError: an image cannot be used.
+        """
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
         if request.images:
             # The content hash spares the engine hashing pixels for every sample of a prompt.
@@ -86,6 +91,7 @@ class VllmEngine:
         self._running.add(request.request_id)
 
     def step(self) -> list[EngineOutput]:
+        """Advance the engine's batch by one step; return what finished."""
         with self._without_compiler():
             outputs = self._engine.step()
         finished = [output for output in outputs if isinstance(output, RequestOutput) and output.finished]
@@ -93,9 +99,11 @@ class VllmEngine:
         return [_output(output) for output in finished]
 
     def num_unfinished(self) -> int:
+        """Return how many requests run or wait."""
         return len(self._running)
 
     def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests without an output; unknown names are fine, they may just have finished."""
         chosen = list(request_ids)
         self._engine.abort_request(chosen)
         self._running.difference_update(chosen)
@@ -137,6 +145,11 @@ class VllmEngine:
             self._llm.wake_up(tags=list(tags))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        """Write full tensors by Hugging Face name; return how many.
+
+        Raises:
+            EngineError: an unknown name, another shape, or layers that were not written whole.
+        """
         runner = self._worker.model_runner
         model: nn.Module = runner.get_model()
         names: list[str] = []
@@ -144,14 +157,17 @@ class VllmEngine:
             initialize_layerwise_reload(model)
             try:
                 model.load_weights(_with_tied_head(_counted(weights, names), self._is_tied()))
-            except (ValueError, KeyError, AssertionError, RuntimeError) as error:  # what unknown names and shapes become
+            except (
+                ValueError,
+                KeyError,
+                AssertionError,
+                RuntimeError,
+            ) as error:  # what unknown names and shapes become
                 sent = names[-1] if names else "nothing"
                 raise EngineError(f"the engine refused a weight, the last one sent was {sent}: {error}") from error
             finally:
                 unwritten = _unwritten(model)  # before finalising, which puts old values back without a word
                 finalize_layerwise_reload(model, runner.model_config)
-        runner.reset_encoder_cache()
-        runner.reset_mm_cache()
         if unwritten:
             raise EngineError(
                 f"weight sync left engine layers unwritten: {', '.join(unwritten[:5])} "
@@ -163,9 +179,11 @@ class VllmEngine:
         return bool(self._engine.vllm_config.model_config.hf_text_config.tie_word_embeddings)
 
     def reset_caches(self) -> None:
-        """Drop all cached prefixes; they were computed with older weights."""
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+        """Drop keys, values and image embeddings, which older weights made; what runs computes its own again."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("the engine did not reset its prefix cache; it would answer with older weights")
+        # Through the engine, not its model runner: the scheduler keeps a list of the embeddings it believes are there.
+        self._engine.reset_encoder_cache()
 
     def close(self) -> None:
         """End the engine, and with it this process's group: call it before the group is left, and nothing of it after.
@@ -232,7 +250,7 @@ def _output(output: RequestOutput) -> EngineOutput:
 
 
 def _with_tied_head(weights: Iterator[tuple[str, Tensor]], tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """Send a tied embedding under the head's name, too: on a CPU the engine keeps a repacked copy of it for the head."""
+    """Send a tied embedding under the head's name, too: on a CPU the engine keeps a repacked copy for the head."""
     for name, tensor in weights:
         yield name, tensor
         if tied and name.endswith("embed_tokens.weight"):

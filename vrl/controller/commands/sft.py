@@ -1,4 +1,4 @@
-"""`vrl sft`: supervised fine-tuning of `actor_rollout_ref.model.path` on `warm_start.files`; prints the folder it wrote."""
+"""`vrl sft`: supervised fine-tuning of `actor_rollout_ref.model.path` on `warm_start.files`; prints the new folder."""
 
 import importlib
 import sys

@@ -1,0 +1,155 @@
+"""One rank of test_learner.py: runs each cut from fresh weights and writes rank 0's metrics."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.workers.rig import config_of, context_of, prompts_of
+from vrl.algorithms.losses.registry import LossParams, get_policy_loss
+from vrl.models.loading import load_policy
+from vrl.protocol.columns import (
+    ADVANTAGES,
+    IMAGE_KEYS,
+    INPUT_IDS,
+    LOSS_MASK,
+    OLD_LOG_PROBS,
+    POSITION_IDS,
+    REF_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
+)
+from vrl.protocol.dataproto import DataProto, object_column
+from vrl.protocol.ragged import Ragged
+from vrl.protocol.trajectory import content_key
+from vrl.workers import process
+from vrl.workers.building import BuildContext, blocks_of, sharded, stepper
+from vrl.workers.learner import BatchLimits, Learner
+from vrl.workers.losses import PolicyObjective, SamplingDistribution
+from vrl.workers.process import RankPlace
+
+COPIES = 3
+
+
+def rows_of(context: BuildContext, kind: str) -> DataProto:
+    """Return rows with 0, 1 and 2 images, random answers, advantages and old log-probs."""
+    draw = torch.Generator().manual_seed(3)
+    ids, masks, positions, keys, blobs = [], [], [], [], {}
+    for prompt in prompts_of(kind) * COPIES:
+        before = context.renderer.expand(context.renderer.render(prompt.messages), prompt.images)
+        answer = torch.randint(30, 200, (int(torch.randint(2, 9, (1,), generator=draw)),), generator=draw).tolist()
+        ids.append(before + answer)
+        masks.append([0] * len(before) + [1] * len(answer))
+        positions.append(context.renderer.positions(ids[-1], prompt.images))
+        keys.append(tuple(content_key(image) for image in prompt.images))
+        blobs |= {content_key(image): image for image in prompt.images}
+    column = Ragged.from_rows(ids, torch.int64)
+    total = len(column.values)
+
+    def noise(scale: float) -> Ragged:
+        return Ragged(torch.randn(total, generator=draw) * scale, column.offsets)
+
+    columns: dict[str, Any] = {
+        INPUT_IDS: column,
+        LOSS_MASK: Ragged.from_rows(masks, torch.bool),
+        ADVANTAGES: noise(1.0),
+        OLD_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
+        REF_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
+        ROLLOUT_LOG_PROBS: noise(0.1),
+    }
+    if positions[0] is not None:
+        columns[POSITION_IDS] = Ragged(torch.cat([torch.as_tensor(p) for p in positions]), column.offsets)
+    return DataProto(columns, {IMAGE_KEYS: object_column(keys)}, blobs)
+
+
+def learner_of(context: BuildContext, limits: BatchLimits) -> Learner:
+    policy = load_policy(context.config.actor_rollout_ref.model.path, torch.float32)
+    sharded(policy, blocks_of(policy), context.config.actor_rollout_ref.actor.fsdp_config, context)
+    step = stepper(policy, context.config.actor_rollout_ref.actor.optim, 1.0, 10)
+    return Learner(policy, context.packer(), limits, step)
+
+
+def objective_of(context: BuildContext) -> PolicyObjective:
+    return PolicyObjective(
+        loss=get_policy_loss("vanilla"),
+        params=LossParams(),
+        sampling=SamplingDistribution(temperature=0.8, banned_ids=context.renderer.banned_ids, chunk_tokens=7),
+        mode="token-mean",
+        norm_length=None,
+        entropy_coeff=0.01,
+        kl_coef=0.1,
+        kl_type="low_var_kl",
+    )
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in learner.module.parameters()]
+    return torch.cat([part.detach().reshape(-1) for part in parts]).clone()
+
+
+def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dict[str, float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    learner = learner_of(context, BatchLimits(max_tokens=cut["max_tokens"], rows=cut["rows"]))
+    first = len(batch) // 2 if cut["first_rank"] is None else cut["first_rank"]
+    border = len(batch) if world == 1 else first
+    mine = batch.rows(slice(0, border)) if rank == 0 else batch.rows(slice(border, None))
+    objective = objective_of(context)
+
+    def run(module, packed, rows):
+        return [module(packed, positions=rows.ragged(LOSS_MASK).values).log_probs]
+
+    columns = learner.infer(mine, run)
+    weighted = [
+        float((row * torch.arange(1, len(row) + 1)).sum()) * (i + 1 + (0 if rank == 0 else border))
+        for i, row in enumerate(columns[0].to_rows() if columns else [])
+    ]
+    checksum = torch.tensor([sum(weighted)], dtype=torch.float64)
+    dist.all_reduce(checksum)
+    before = weights(learner)
+    metrics = learner.update(mine, [list(range(len(mine)))], objective)
+    after = weights(learner)
+    poisoned = mine
+    if len(mine):
+        bad = mine.ragged(ADVANTAGES).values.clone()
+        bad[mine.ragged(LOSS_MASK).values.nonzero()[0]] = float("nan")
+        poisoned = mine.with_columns(**{ADVANTAGES: Ragged(bad, mine.ragged(ADVANTAGES).offsets)})
+    learner.update(poisoned, [list(range(len(mine)))], objective)
+    skipped = weights(learner)
+    learner.update(mine, [list(range(len(mine)))], objective)
+    return {name: value for name, value in metrics.items() if not name.startswith("timing")} | {
+        "actor/grad_norm": metrics["grad_norm"],
+        "log_prob_checksum": float(checksum),
+        "moved": float((after - before).norm()),
+        "skipped": float(learner.skipped_steps),
+        "moved_by_skipped": float((skipped - after).abs().max()),
+        "moved_after_skipped": float((weights(learner) - skipped).abs().max()),
+    }
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    process.start(
+        RankPlace(
+            rank=rank,
+            world_size=world,
+            local_rank=rank,
+            local_world_size=world,
+            master_address="127.0.0.1",
+            master_port=int(os.environ["MASTER_PORT"]),
+            device="cpu",
+        )
+    )
+    context = context_of(config_of(Path(given["folder"]), world))
+    batch = rows_of(context, given["kind"])
+    found = [measure(context, batch, cut) for cut in given["cuts"]]
+    if rank == 0:
+        Path(given["out"]).write_text(json.dumps(found))
+    process.stop()
+
+
+if __name__ == "__main__":
+    main()
