@@ -49,7 +49,7 @@ class MiniBatches:
     shuffle: bool
 
     def assign(self, batch: DataProto, seed: int) -> DataProto:
-        """Return the rows with column `mini_batch`, `[B, epochs]`: which optimizer step of an epoch a row belongs to."""
+        """Return the rows with column `mini_batch`, `[B, epochs]`: the optimizer step of an epoch that a row is in."""
         column = assign_mini_batches(list(batch.objects[UID]), self.prompts, self.epochs, seed, self.shuffle)
         return batch.with_columns(**{MINI_BATCH: column})
 

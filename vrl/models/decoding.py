@@ -6,7 +6,7 @@ that was sampled last. One forward pass runs over them, and each row attends to 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from jaxtyping import Float, Int
@@ -82,11 +82,11 @@ class Decoder:
         hidden = self._hidden(segments, batch)[last]
         for segment in segments:
             segment.cache.length += len(segment.ids)
-        head = self._hf.get_output_embeddings()
+        head: Any = self._hf.get_output_embeddings()
         return head(hidden.to(head.weight.dtype)).float()
 
     def _hidden(self, segments: Sequence[Segment], batch: PackedBatch) -> Float[Tensor, "T W"]:
-        base = self._hf.base_model
+        base: Any = self._hf.base_model
         starts = [torch.full((len(segment.ids),), segment.cache.length) for segment in segments]
         text = batch.position_ids + torch.cat(starts).to(batch.position_ids.device)
         if is_vision_language(base):
@@ -121,11 +121,12 @@ def cached_attention(
     if unknown:
         raise ValueError(f"attention {CACHED_ATTENTION!r} does not implement {', '.join(unknown)}")
     segments: Sequence[Segment] = kwargs[_SEGMENTS]
+    layer = cast(int, module.layer_idx)
     widths = [len(segment.ids) for segment in segments]
     pieces = zip(*(x.split(widths, dim=2) for x in (query, key, value)), strict=True)
     parts = []
     for segment, (q, k, v) in zip(segments, pieces, strict=True):
-        keys, values = segment.cache.extend(module.layer_idx, k, v)
+        keys, values = segment.cache.extend(layer, k, v)
         mask = _mask(segment.cache.length, keys.shape[2], kwargs.get("sliding_window"), q.device)
         causal = mask is None and q.shape[2] > 1
         grouped = q.shape[1] != k.shape[1]

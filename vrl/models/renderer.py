@@ -54,7 +54,8 @@ class HFRenderer:
         self._vision = vision
         self._grids: OrderedDict[str, tuple[int, int, int]] = OrderedDict()
         self.eos_ids = eos_ids
-        self.pad_id = eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        pad: Any = tokenizer.pad_token_id
+        self.pad_id: int = eos_ids[0] if pad is None else pad
         vocabulary = tokenizer.get_vocab()
         banned = {vocabulary[token] for token in _VISION_TOKENS if token in vocabulary} if vision else set()
         self.banned_ids = tuple(sorted(banned))

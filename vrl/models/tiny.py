@@ -54,10 +54,11 @@ _HIDDEN: Final = 128
 _HEADS: Final = 4
 _KV_HEADS: Final = 2
 _INTERMEDIATE: Final = 512
-_LAYERS: Final = 4
+_LAYERS: Final = 2
 _VISION_HIDDEN: Final = 64
 _VISION_DEPTH: Final = 2
-_EMBEDDING_STD: Final = 0.05
+_EMBEDDING_STD: Final = 0.15
+_ROPE_THETA: Final = 10000.0
 _RESIDUAL_OUTPUTS: Final = ("o_proj.weight", "down_proj.weight", "attn.proj.weight")
 
 # Words, contractions, single digits, punctuation with its line ends, blanks: where Qwen2's tokenizer cuts, too.
@@ -204,14 +205,14 @@ def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
 
 
 def _build_text(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope = {"rope_type": "default", "rope_theta": _ROPE_THETA}
     return Qwen2ForCausalLM(Qwen2Config(**_text_settings(tokenizer), rope_parameters=rope, dtype="float32"))
 
 
 def _build_vision_language(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     half = _HIDDEN // _HEADS // 2
     side = 3 * half // 8
-    rope = {"rope_type": "default", "mrope_section": [half - 2 * side, side, side], "rope_theta": 10000.0}
+    rope = {"rope_type": "default", "mrope_section": [half - 2 * side, side, side], "rope_theta": _ROPE_THETA}
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={**_text_settings(tokenizer), "rope_parameters": rope},

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -82,7 +83,7 @@ class VllmEngine:
         Raises:
             DataError: an image cannot be used.
         """
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
+        prompt = TokensPrompt(prompt_token_ids=list(request.ids))
         if request.images:
             # The content hash spares the engine hashing pixels for every sample of a prompt.
             prompt["multi_modal_data"] = {"image": [_pixels(image) for image in request.images]}
@@ -151,7 +152,7 @@ class VllmEngine:
             EngineError: an unknown name, another shape, or layers that were not written whole.
         """
         runner = self._worker.model_runner
-        model: nn.Module = runner.get_model()
+        model: Any = runner.get_model()
         names: list[str] = []
         with set_current_vllm_config(self._engine.vllm_config):
             initialize_layerwise_reload(model)
@@ -240,11 +241,11 @@ def _pixels(data: bytes) -> Image:
 def _output(output: RequestOutput) -> EngineOutput:
     sampled = output.outputs[0]
     ids = tuple(sampled.token_ids)
-    assert sampled.logprobs is not None
+    entries: Any = sampled.logprobs  # one mapping a token, of the sampled token alone
     return EngineOutput(
         request_id=output.request_id,
         ids=ids,
-        log_probs=tuple(entry[token].logprob for entry, token in zip(sampled.logprobs, ids, strict=True)),
+        log_probs=tuple(entry[token].logprob for entry, token in zip(entries, ids, strict=True)),
         finish_reason=sampled.finish_reason or "abort",
     )
 

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModel
 
 from vrl.models.qwen2_5_vl.positions import mrope_positions
-from vrl.models.tiny import build_tiny_model
 from vrl.protocol.errors import DataError
 
 _GOLDEN = Path(__file__).parents[2] / "golden"
@@ -40,8 +39,8 @@ def test_two_images_in_a_row() -> None:
     assert width == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 10, 11, 12, 13, 14]
 
 
-def test_positions_equal_the_librarys(tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(build_tiny_model("qwen2_5_vl", tmp_path, ["a text"], seed=0))
+def test_positions_equal_the_librarys(vision_folder: Path) -> None:
+    model = AutoModel.from_pretrained(vision_folder)
     mark = model.config.image_token_id
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):

@@ -1,0 +1,173 @@
+"""Engine and trainer compute the same numbers: before and after weight syncs, on one rank and on two.
+
+Float32 on a CPU: mean difference of probabilities at most 1e-5, maximum 1e-4. Controls show that the checks notice.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from tests.workers.contract import tokens
+from tests.workers.references import greedy_by_transformers
+from tests.workers.rig import Difference, Rig, config_of, drive, free_port, opened, prompts_of
+from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, PROMPT_LENGTH
+from vrl.protocol.trajectory import Sampling
+from vrl.workers.hf_engine import HfEngine
+from vrl.workers.process import environment
+from vrl.workers.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.engine
+
+GREEDY: Final = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+FREE: Final = Sampling(max_tokens=16, seed=1)
+ROOT: Final = Path(__file__).parents[2]
+BLOCK: Final = 128  # tokens the prefix cache shares at a time
+
+
+def agrees(apart: Difference) -> bool:
+    return apart.mean <= 1e-5 and apart.largest <= 1e-4
+
+
+def is_far(apart: Difference, base: Difference) -> bool:
+    return apart.mean >= 100 * base.mean and not agrees(apart)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2_5_vl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rig(kind: str, tiny_folder: Callable[[str], Path]) -> Iterator[Rig]:
+    with opened(config_of(tiny_folder(kind))) as rig:
+        yield rig
+
+
+def measure(rig: Rig, kind: str, **actor: Any) -> Difference:
+    """Generate the same rows as ever with the engine as it is, and compare."""
+    batch = rig.generate(prompts_of(kind), FREE)
+    assert batch is not None
+    return rig.difference(batch, **actor)
+
+
+def test_greedy_tokens_agree(rig: Rig, kind: str, tiny_folder: Callable[[str], Path]) -> None:
+    prompts = prompts_of(kind)
+    requests = [rig.request(prompt.uid, prompt, GREEDY) for prompt in prompts]
+    ours = tokens(drive(rig.engine, requests))
+    assert ours == tokens(drive(HfEngine.build(rig.context), requests))
+    assert ours == greedy_by_transformers(tiny_folder(kind), kind, rig.context.renderer, prompts, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_agree(rig: Rig, kind: str, temperature: float) -> None:
+    batch = rig.generate(prompts_of(kind), Sampling(temperature=temperature, max_tokens=48, seed=2), n=8)
+    assert batch is not None
+    mask = batch.ragged(LOSS_MASK).values
+    banned = set(rig.context.renderer.banned_ids)
+    apart = rig.difference(batch, rig.actor_at(temperature))
+    assert int(mask.sum()) > 200
+    assert not banned & set(batch.ragged(INPUT_IDS).values[mask].tolist())
+    assert agrees(apart)
+    assert is_far(rig.difference(batch, rig.actor_at(0.85)), apart)
+
+
+def test_an_update_and_a_sync_keep_the_agreement(rig: Rig, kind: str) -> None:
+    """Prompts of more than a block repeat, so that a prefix, and an image, of older weights would be found again."""
+    actor = rig.actor_at(1.0)
+    rig.rollout.sync_weights(actor)
+    batch = rig.generate(prompts_of(kind), FREE)
+    assert batch is not None
+    assert int(batch.dense(PROMPT_LENGTH).max()) > BLOCK
+    before = rig.difference(batch, actor)
+    assert agrees(before)
+
+    rig.train(batch, actor)
+    assert is_far(measure(rig, kind, actor=actor), before), "a sync that is left out is noticed"
+
+    rig.engine.load_weights(actor.full_weights())
+    assert is_far(measure(rig, kind, actor=actor), before), "caches of older weights are noticed"
+
+    rig.rollout.sync_weights(actor)
+    assert agrees(measure(rig, kind, actor=actor))
+    rig.rollout.sync_weights(rig.actor)
+    assert agrees(measure(rig, kind)), "weights go back and forth"
+
+
+CHANGED: Final = {
+    "qwen2": ["model.layers.2.post_attention_layernorm.weight", "model.norm.weight", "model.embed_tokens.weight"],
+    "qwen2_5_vl": ["language_model.model.norm.weight", "visual.blocks.1.norm1.weight"],
+}
+
+
+def test_one_changed_parameter_is_noticed(rig: Rig, kind: str) -> None:
+    assert isinstance(rig.engine, VllmEngine)
+    base = measure(rig, kind)
+    for name in CHANGED[kind]:
+        parameter = next(p for found, p in rig.engine.parameters() if found == name)
+        with torch.no_grad():
+            parameter *= 1.02
+        rig.engine.reset_caches()
+        assert is_far(measure(rig, kind), base), name
+        rig.rollout.sync_weights(rig.actor)
+        assert agrees(measure(rig, kind)), name
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run two ranks; return what each saw, by its engine's ranks."""
+    folder, out = tiny_folder("qwen2_5_vl"), tmp_path_factory.mktemp("ranks")
+    ports = f"{free_port()},{free_port()}"
+    errors = [out / f"{rank}.err" for rank in range(2)]
+    started = []
+    for rank, error in enumerate(errors):
+        command = [
+            sys.executable,
+            "-m",
+            "tests.workers.rank_agreement",
+            str(rank),
+            ports,
+            str(folder),
+            str(out / f"{rank}"),
+        ]
+        with error.open("w") as file:
+            variables = os.environ | environment("cpu", 1)
+            started.append(subprocess.Popen(command, env=variables, cwd=ROOT, stderr=file))
+    try:
+        codes = [rank.wait(timeout=600) for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    written = [error.read_text() for error in errors]
+    assert codes == [0, 0], "\n".join(written)
+    assert not any("Traceback" in text for text in written), "\n".join(written)
+    return [json.loads((out / f"{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
+def test_two_ranks_agree(ranks: list[dict[str, Any]], tensor_parallel: str) -> None:
+    for seen in (rank[tensor_parallel] for rank in ranks):
+        before, unsynced, after = (Difference(*seen[name]) for name in ("before", "unsynced", "after"))
+        assert seen["rows"] == 8
+        assert agrees(before)
+        assert agrees(after)
+        assert is_far(unsynced, before)
+        assert seen["version"] == 1
+    first, second = (rank[tensor_parallel] for rank in ranks)
+    assert first["grad_norm"] == second["grad_norm"] > 0
+
+
+@pytest.mark.dist
+def test_tensor_parallel_ranks_return_the_same_tokens(
+    ranks: list[dict[str, Any]], tiny_folder: Callable[[str], Path]
+) -> None:
+    first, second = ranks
+    assert first["2"]["sampled"] == second["2"]["sampled"]
+    assert first["2"]["greedy"] == second["2"]["greedy"] == first["1"]["greedy"] == second["1"]["greedy"]
