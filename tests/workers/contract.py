@@ -47,8 +47,8 @@ def banned_ids_never_come(rig: Rig, prompt: Prompt) -> None:
 
 def end_tokens_end_turns(rig: Rig, prompt: Prompt) -> None:
     ends = set(rig.context.renderer.eos_ids)
-    free = drive(rig.engine, many(rig, prompt, FREE, 64))
-    stopped = drive(rig.engine, many(rig, prompt, replace(FREE, ignore_eos=False), 64))
+    free = drive(rig.engine, many(rig, prompt, FREE, 32))
+    stopped = drive(rig.engine, many(rig, prompt, replace(FREE, ignore_eos=False), 32))
     assert {output.finish_reason for output in free.values()} == {"length"}
     assert {output.finish_reason for output in stopped.values()} == {"length", "stop"}
     for name, output in stopped.items():

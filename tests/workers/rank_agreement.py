@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests.workers.rig import Rig, config_of, drive, place_of, prompts_of
 from vrl.protocol.dataproto import DataProto
@@ -46,6 +47,7 @@ def observe(rig: Rig) -> dict[str, Any]:
     seen["unsynced"] = rig.difference(my_rows(rig, rig.generate(prompts, FREE)))
     seen["version"] = rig.rollout.sync_weights(rig.actor)
     seen["after"] = rig.difference(my_rows(rig, rig.generate(prompts, FREE)))
+    seen["compiled"] = counters["stats"]["unique_graphs"]
     return seen
 
 

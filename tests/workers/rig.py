@@ -1,6 +1,7 @@
 """An actor and an engine over one tiny model in one rank: what the tests of engines, sync and agreement share."""
 
 import io
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -36,10 +37,16 @@ LONG = "count the cells of the grid, one after the other, and say which of them 
 
 
 def build_tiny(kind: str, root: Path) -> Path:
-    """Build a tiny model and sharpen it: random weights alone give every token much the same probability."""
+    """Build a tiny model whose next token varies: small embeddings, so that none just repeats, and a sharp head.
+
+    Logits get a standard deviation of about 2, whatever the builder's own weights are like.
+    """
     folder = build_tiny_model(kind, root / kind, TEXTS, seed=5)
     weights = load_file(folder / "model.safetensors")
-    weights[next(name for name in weights if name.endswith("model.norm.weight"))] *= 4.0
+    embedding = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
+    embedding *= 0.05 / embedding.std()
+    last_norm = weights[next(name for name in weights if name.endswith("model.norm.weight"))]
+    last_norm *= 2.0 / (0.05 * math.sqrt(embedding.shape[1]))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -196,8 +203,10 @@ def opened(config: Config) -> Iterator[Rig]:
     process.start(place_of(0, 1, free_port()))
     try:
         rig = Rig.build(config)
-        yield rig
-        rig.close()
+        try:
+            yield rig
+        finally:
+            rig.close()
     finally:
         process.stop()
         os.environ.clear()

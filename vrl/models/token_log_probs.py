@@ -4,7 +4,7 @@ Full logits of 32k tokens and 152k words take 18 GiB in float32. Here a chunk of
 and the backward pass computes each chunk's logits again: memory is one chunk's, whatever the length.
 """
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -56,6 +56,7 @@ def _scaled_logits(
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
+@final
 class _TokenLogProbs(Function):
     @staticmethod
     def forward(

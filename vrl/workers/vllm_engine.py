@@ -195,7 +195,10 @@ class VllmEngine:
         self._engine.engine_core.shutdown()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the engine's own parameters, for tests that look at or change them."""
+        """Yield the engine's own parameters, for tests that look at or change them.
+
+        On a CPU the weights of linear layers are packed elsewhere and empty here; `load_weights` reaches those.
+        """
         yield from self._worker.model_runner.get_model().named_parameters()
 
 
