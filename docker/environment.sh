@@ -115,11 +115,11 @@ check_compiler() {
         fail "the C compiler does not find Python.h in $include; install the headers (Debian, Ubuntu: python3.$minor-dev)"
 }
 
-# Everything but the lock file, on which others may be waiting, goes.
+# Everything goes but the file on which others may be waiting and the sign that an install has begun.
 make_empty() {
     say "making $venv with $("$base" --version) ($base)"
-    find "$venv" -mindepth 1 -maxdepth 1 ! -name .vrl-lock -exec rm -rf {} +
-    "$base" -m venv "$venv" >"$root/.venv/.vrl-install.log" 2>&1 ||
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name .vrl-lock ! -name .vrl-started -exec rm -rf {} +
+    "$base" -m venv "$venv" >"$log" 2>&1 ||
         { [[ -n "$uv" ]] && "$base" -m venv --without-pip "$venv"; } ||
         fail "$base cannot make a virtual environment (Debian, Ubuntu: install python3.$(minor_version "$base")-venv); see $log"
 }
@@ -130,9 +130,11 @@ step() {
     say "that failed; trying once more"
     "$@" 2>&1 | tee "$log" >&2 && return
     local again="run the same command again and it goes on where it stopped"
+    local network='dns error|name resolution|failed to lookup|unreachable|refused|timed out|error sending request'
+    network+='|new connection|connection (error|reset|aborted)|failed to connect'
     if grep -qiE 'no space left|quota exceeded' "$log"; then
         fail "the disk is full ($venv or $cache); free some space, then $again"
-    elif grep -qiE 'dns error|name resolution|failed to lookup|unreachable|refused|timed out|error sending request|new connection|connection (error|reset|aborted)|failed to connect' "$log"; then
+    elif grep -qiE "$network" "$log"; then
         fail "the package index could not be reached; check the network, then $again"
     elif grep -qiE 'failed to build' "$log"; then
         fail "a package could not be built from source (its compiler's message is above and in $log); repair that, then $again"
@@ -146,9 +148,9 @@ install_all() {
     if [[ ! -e "$started" ]] && usable; then base="$python"; else find_python; fi
     [[ -e "$started" ]] || check_space # after a broken-off install part of it is in uv's cache
     check_compiler
+    touch "$started"
     rm -f "$stamp"
     [[ "$base" == "$python" ]] || make_empty
-    touch "$started"
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-120}" PIP_DISABLE_PIP_VERSION_CHECK=1
     if [[ -z "$uv" ]]; then
         uv="$venv/bin/uv"

