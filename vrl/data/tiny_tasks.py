@@ -1,12 +1,13 @@
 """Tiny tasks with a seed: questions about small images and text arithmetic, as rows and parquet files in verl's format.
 
-`vrl data tiny` writes them, the default run on a machine without a GPU learns them. The answer is the plain word or number
-and nothing else ("cyan", "17"). An image belongs to one split by the hash of its pixels and a sum by the hash of its
-operands, whatever the seed and the wording: no image and no sum of one split is ever seen in another.
+`vrl data tiny` writes them, the default run on a machine without a GPU learns them. The answer is the plain word or
+number and nothing else ("cyan", "7"). An image belongs to one split by the hash of its pixels and a word problem by the
+hash of its text, whatever the seed: no image and no question of arithmetic of one split is ever seen in another.
 """
 
 import hashlib
 import io
+import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,10 @@ Row = dict[str, object]
 TASKS: Final[tuple[Task, ...]] = ("visual", "arithmetic")
 SPLITS: Final[tuple[Split, ...]] = ("warm_start", "train", "val")
 ROWS_PER_TASK: Final[Mapping[Split, int]] = {"warm_start": 4096, "train": 4096, "val": 400}
+# Colours are learned from far fewer rows than sums: with this share both are half learned at the same time.
+WARM_START_SHARE: Final[Mapping[Task, float]] = {"visual": 0.15, "arithmetic": 1.0}
+# The teacher of the warm start errs this often, with any answer of the task: what it teaches goes on exploring.
+WARM_START_ERRORS: Final = 0.2
 
 CELL_PIXELS: Final = 28
 GRID_SIDES: Final = (2, 3)
@@ -38,11 +43,28 @@ COLORS: Final[Mapping[str, tuple[int, int, int]]] = {
     "purple": (110, 10, 150),
 }
 GREYS: Final = (0, 70, 140, 210)
-ORDINALS: Final = ("first", "second")
 ONE_IMAGE_QUESTIONS: Final = ("Which color is in the image?", "What color do you see?")
-TWO_IMAGE_QUESTIONS: Final = ("Which color is in the {} image?", "What color does the {} image have?")
-OPERANDS: Final = 3
-SUM_QUESTIONS: Final = ("What is {}?", "Compute {}.", "{} =")
+TWO_IMAGE_QUESTIONS: Final = ("Which color is in one of the images?", "What color do you see in the two images?")
+LARGEST_SUM: Final = 8
+NAMES: Final = ("Ann", "Ben", "Eva", "Ida", "Jim", "Kim", "Leo", "Max", "Mia", "Sam", "Tom", "Zoe")
+THINGS: Final = (
+    "apples",
+    "balls",
+    "books",
+    "cards",
+    "coins",
+    "eggs",
+    "figs",
+    "nuts",
+    "pears",
+    "pens",
+    "plums",
+    "shells",
+)
+SUM_QUESTIONS: Final = (
+    "{name} has {first} {thing} and {second} {other}. How many things?",
+    "{name} has {first} {thing} and gets {second} more. How many {thing}?",
+)
 
 _SPLIT_BOUNDS: Final[Mapping[Split, tuple[int, int]]] = {"warm_start": (0, 25), "train": (25, 80), "val": (80, 100)}
 _BUCKETS: Final = 100
@@ -63,8 +85,9 @@ _MESSAGES: Final = pa.field("messages", _SCHEMA.field("prompt").type)
 def rows(task: Task, split: Split, count: int, seed: int) -> Iterator[Row]:
     """Yield `count` rows of one task and split; equal arguments give equal rows.
 
-    Rows of "visual" show one image and two images in turn. `data_source` is `tiny/visual` or `tiny/arithmetic`. Rows of the
-    split "warm_start" also carry `messages`, the prompt with the right answer, for supervised training.
+    Rows of "visual" show one image and two images in turn. `data_source` is `tiny/visual` or `tiny/arithmetic`. Rows
+    of the split "warm_start" also carry `messages`, the prompt with an answer for supervised training: the right one in
+    eight rows of ten.
 
     Raises:
         ValueError: an unknown task or split, or a negative count.
@@ -76,7 +99,8 @@ def rows(task: Task, split: Split, count: int, seed: int) -> Iterator[Row]:
     rng = random.Random(f"{task} {split} {seed}")
     make = _visual_row if task == "visual" else _arithmetic_row
     for index in range(count):
-        yield make(rng, split, index)
+        row = make(rng, split, index)
+        yield _taught(rng, task, row) if split == "warm_start" else row
 
 
 def write_tiny_data(
@@ -85,7 +109,7 @@ def write_tiny_data(
     rows_per_task: Mapping[Split, int] = ROWS_PER_TASK,
     tasks: tuple[Task, ...] = TASKS,
 ) -> dict[Split, Path]:
-    """Write `warm_start.parquet`, `train.parquet` and `val.parquet`, the tasks taking turns, and return their paths.
+    """Write `warm_start.parquet`, `train.parquet` and `val.parquet`, the tasks mixed evenly, and return their paths.
 
     Raises:
         ValueError: an unknown task or split.
@@ -93,8 +117,14 @@ def write_tiny_data(
     out_dir.mkdir(parents=True, exist_ok=True)
     paths: dict[Split, Path] = {}
     for split, count in rows_per_task.items():
-        streams = [rows(task, split, count, seed) for task in tasks]
-        table = [row for group in zip(*streams, strict=True) for row in group]
+        shares = WARM_START_SHARE if split == "warm_start" else dict.fromkeys(tasks, 1.0)
+        placed: list[tuple[float, int, Row]] = []
+        for number, task in enumerate(tasks):
+            size = round(count * shares[task])
+            placed.extend(
+                ((place + 0.5) / size, number, row) for place, row in enumerate(rows(task, split, size, seed))
+            )
+        table = [row for _, _, row in sorted(placed, key=lambda item: item[:2])]
         schema = _SCHEMA.append(_MESSAGES) if split == "warm_start" else _SCHEMA
         paths[split] = out_dir / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(table, schema=schema), paths[split])
@@ -114,18 +144,25 @@ def tokenizer_texts() -> list[str]:
 
 
 def _tool_texts() -> list[str]:
-    texts = []
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    calculator = {"name": "calculator", "description": "Compute a sum.", "parameters": schema}
+    constant = (
+        "system\nYou are a helpful assistant. Answer the question; use the tools when needed.\n",
+        json.dumps({"type": "function", "function": calculator}),
+        "# Tools\n\nYou may call functions. Their signatures:\n<tools>\n</tools>\n\n",
+        "For a call return a json object with name and arguments:\n<function-name> <args-json-object>\n",
+        "<think>\nI look at the image.\n</think>\n<answer>yes</answer> <answer>no</answer>\n",
+    )
+    texts: list[str] = []
     for number in range(60):
-        texts.append(f'assistant\n<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{number} + 1"}}}}\n</tool_call>\n')
-        texts.append(f'{{"name": "zoom_in", "arguments": {{"bbox_2d": [{number}, 0, 28, 56], "label": "red"}}}}')
-        texts.append(f'{{"name": "python", "arguments": {{"code": "print({number})"}}}}')
+        calls = (
+            {"name": "calculator", "arguments": {"expression": f"{number} + 1"}},
+            {"name": "zoom_in", "arguments": {"bbox_2d": [number, 0, 28, 56], "label": "red"}},
+            {"name": "python", "arguments": {"code": f"print({number})"}},
+        )
+        texts.extend(f"assistant\n<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
         texts.append(f"user\n<tool_response>\n{number}\n</tool_response>\n")
-        texts.append("system\nYou are a helpful assistant. Answer the question; use the tools when needed.\n")
-        texts.append('{"type": "function", "function": {"name": "calculator", "description": "Compute a sum.", "parameters": ')
-        texts.append('{"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}')
-        texts.append("# Tools\n\nYou may call functions. Their signatures:\n<tools>\n</tools>\n\n")
-        texts.append("For a call return a json object with name and arguments:\n<function-name> <args-json-object>\n")
-        texts.append("<think>\nI look at the image.\n</think>\n<answer>yes</answer> <answer>no</answer>\n")
+        texts.extend(constant)
     return texts
 
 
@@ -137,14 +174,12 @@ def _conversation(row: Row) -> list[dict[str, str]]:
 
 def _visual_row(rng: random.Random, split: Split, index: int) -> Row:
     count = 1 + index % 2
-    images, colors = zip(*(_image_of(rng, split) for _ in range(count)), strict=True)
-    asked = rng.randrange(count)
-    if count == 1:
-        question = rng.choice(ONE_IMAGE_QUESTIONS)
-    else:
-        question = rng.choice(TWO_IMAGE_QUESTIONS).format(ORDINALS[asked])
-    prompt = "<image>" * count + question
-    row = _row("tiny/visual", prompt, "visual", colors[asked], split, index)
+    color = rng.choice(list(COLORS))
+    images = [_draw_image(rng, split, color)]
+    if count == 2:
+        images.insert(rng.randrange(2), _draw_image(rng, split, None))
+    question = rng.choice(ONE_IMAGE_QUESTIONS if count == 1 else TWO_IMAGE_QUESTIONS)
+    row = _row("tiny/visual", "<image>" * count + question, "visual", color, split, index)
     row["images"] = [{"bytes": image} for image in images]
     row["extra_info"] = {"split": split, "index": index, "kind": "one_image" if count == 1 else "two_images"}
     return row
@@ -152,16 +187,17 @@ def _visual_row(rng: random.Random, split: Split, index: int) -> Row:
 
 def _arithmetic_row(rng: random.Random, split: Split, index: int) -> Row:
     while True:
-        operands = [rng.randrange(10) for _ in range(OPERANDS)]
-        expression = "+".join(map(str, operands))
-        if _belongs(expression.encode(), split):
-            break
-    prompt = rng.choice(SUM_QUESTIONS).format(expression)
-    return _row("tiny/arithmetic", prompt, "math", str(sum(operands)), split, index)
+        total = rng.randrange(2, LARGEST_SUM + 1)
+        first = rng.randrange(1, total)
+        thing, other = rng.sample(THINGS, 2)
+        words = {"name": rng.choice(NAMES), "thing": thing, "other": other}
+        question = rng.choice(SUM_QUESTIONS).format(first=first, second=total - first, **words)
+        if _belongs(question.encode(), split):
+            return _row("tiny/arithmetic", question, "math", str(total), split, index)
 
 
 def _row(source: str, prompt: str, ability: str, answer: str, split: Split, index: int) -> Row:
-    row: Row = {
+    return {
         "data_source": source,
         "prompt": [{"role": "user", "content": prompt}],
         "images": [],
@@ -169,23 +205,32 @@ def _row(source: str, prompt: str, ability: str, answer: str, split: Split, inde
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"split": split, "index": index, "kind": "sum"},
     }
-    if split == "warm_start":
-        row["messages"] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return row
 
 
-def _image_of(rng: random.Random, split: Split) -> tuple[bytes, str]:
-    """Draw a grid of grey cells with one coloured cell until its pixels fall into the split; return its PNG and colour."""
+def _taught(rng: random.Random, task: Task, row: Row) -> Row:
+    """Add the conversation that supervised training learns; its answer is a random one now and then."""
+    prompt, reward = row["prompt"], row["reward_model"]
+    assert isinstance(prompt, list)
+    assert isinstance(reward, dict)
+    answer = reward["ground_truth"]
+    if rng.random() < WARM_START_ERRORS:
+        answer = rng.choice(list(COLORS)) if task == "visual" else str(rng.randrange(2, LARGEST_SUM + 1))
+    return {**row, "messages": [*prompt, {"role": "assistant", "content": answer}]}
+
+
+def _draw_image(rng: random.Random, split: Split, color: str | None) -> bytes:
+    """Draw grids of grey cells, one of them coloured if a colour is given, until the pixels fall into the split."""
     while True:
         height, width = rng.choice(GRID_SIDES), rng.choice(GRID_SIDES)
-        cells = [[(grey, grey, grey) for grey in rng.choices(GREYS, k=width)] for _ in range(height)]
-        color = rng.choice(list(COLORS))
-        cells[rng.randrange(height)][rng.randrange(width)] = COLORS[color]
-        pixels = np.asarray(cells, dtype=np.uint8).repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
+        cells = [(grey, grey, grey) for grey in rng.choices(GREYS, k=height * width)]
+        if color is not None:
+            cells[rng.randrange(height * width)] = COLORS[color]
+        grid = np.asarray(cells, dtype=np.uint8).reshape(height, width, 3)
+        pixels = grid.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
         if _belongs(repr(pixels.shape).encode() + pixels.tobytes(), split):
             buffer = io.BytesIO()
             Image.fromarray(pixels).save(buffer, format="PNG")
-            return buffer.getvalue(), color
+            return buffer.getvalue()
 
 
 def _belongs(content: bytes, split: Split) -> bool:

@@ -1,15 +1,15 @@
 """Tiny Qwen2.5-VL and Qwen2 models with random weights, written as ordinary Hugging Face folders.
 
-The default run on a machine without a GPU, the tests and the benchmarks build their model here. A folder holds everything
-that `AutoProcessor`, `AutoTokenizer`, `AutoModel...from_pretrained` and vLLM load: configuration, weights, a byte-level BPE
-tokenizer trained on the texts passed in, a chat template of Qwen2.5's form, and for `qwen2_5_vl` the image processor.
-Heads divide by two everywhere, so that tensor parallelism over two ranks works.
+The default run on a machine without a GPU, the tests and the benchmarks build their model here. A folder holds
+everything that `AutoProcessor`, `AutoTokenizer`, `AutoModel...from_pretrained` and vLLM load: configuration, weights,
+a byte-level BPE tokenizer trained on the texts passed in, a chat template of Qwen2.5's form, and for `qwen2_5_vl` the
+image processor. Heads divide by two everywhere, so that tensor parallelism over two ranks works.
 """
 
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -141,7 +141,7 @@ def build_tiny_model(kind: str, out_dir: Path, texts: Iterable[str], seed: int) 
 
 
 def _build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `VOCAB_SIZE` tokens; digits stay single, special tokens come last as in Qwen2."""
+    """Train a byte-level BPE of at most `VOCAB_SIZE` tokens; digits stay single, special tokens come last."""
     corpus = [text for text in texts if text]
     if not corpus:
         raise ValueError("texts is empty: the tokenizer of a tiny model needs at least one text to be trained on")
@@ -188,7 +188,7 @@ def _quoted(token: str) -> str:
     return token.replace("|", r"\|")
 
 
-def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
+def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": _HIDDEN,
@@ -213,7 +213,7 @@ def _build_vision_language(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForC
     half = _HIDDEN // _HEADS // 2
     side = 3 * half // 8
     rope = {"rope_type": "default", "mrope_section": [half - 2 * side, side, side], "rope_theta": _ROPE_THETA}
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids: dict[str, Any] = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={**_text_settings(tokenizer), "rope_parameters": rope},
         vision_config={
@@ -239,7 +239,12 @@ def _build_vision_language(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForC
 
 
 def _build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    limits = {"min_pixels": MIN_PIXELS, "max_pixels": MAX_PIXELS, "patch_size": PATCH_PIXELS, "merge_size": MERGE}
+    limits: dict[str, Any] = {
+        "min_pixels": MIN_PIXELS,
+        "max_pixels": MAX_PIXELS,
+        "patch_size": PATCH_PIXELS,
+        "merge_size": MERGE,
+    }
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**limits),
         tokenizer=tokenizer,
@@ -251,19 +256,22 @@ def _build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
 def _initialise(model: PreTrainedModel, seed: int) -> None:
     """Draw all weights from one generator, in the order of their names, whatever the library's own defaults are.
 
-    Matrices get variance 1 / fan-in, those that write into a residual stream less by the number of such writes; norms are
-    one and biases zero. At widths of about 100 this is several times larger than the usual 0.02 and learns far sooner.
+    Matrices get variance 1 / fan-in, those that write into a residual stream less by the number of such writes; norms
+    are one and biases zero. At widths of about 100 this is far more than the usual 0.02, and it learns far sooner.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif "embed_tokens" in name:
-                nn.init.normal_(parameter, std=_EMBEDDING_STD, generator=generator)
             else:
-                std = 1.0 / math.sqrt(parameter[0].numel())
-                if name.endswith(_RESIDUAL_OUTPUTS):
-                    depth = _VISION_DEPTH if ".visual." in name else _LAYERS
-                    std /= math.sqrt(2 * depth)
-                nn.init.normal_(parameter, std=std, generator=generator)
+                nn.init.normal_(parameter, std=_initial_std(name, parameter[0].numel()), generator=generator)
+
+
+def _initial_std(name: str, fan_in: int) -> float:
+    if "embed_tokens" in name:
+        return _EMBEDDING_STD
+    std = 1.0 / math.sqrt(fan_in)
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * (_VISION_DEPTH if ".visual." in name else _LAYERS))
+    return std

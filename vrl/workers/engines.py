@@ -29,7 +29,8 @@ def build_engine(context: BuildContext, replica: int) -> Engine:
         kv_cache_bytes=int(rollout.kv_cache_gib * 2**30) if context.device.type == "cpu" else None,
         enforce_eager=rollout.enforce_eager,
         enable_prefix_caching=rollout.enable_prefix_caching,
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        # On a CPU a request with a seed of its own cannot be prefilled in pieces ("Generator does not use offset").
+        enable_chunked_prefill=rollout.enable_chunked_prefill and context.device.type != "cpu",
         trust_remote_code=model.trust_remote_code,
         limit_images=0 if context.images is None else (rollout.limit_images or 1),
         pixel_limits={name: value for name, value in limits.items() if value is not None},
