@@ -56,6 +56,6 @@ def _read_text(text: str, folder: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"image {str(path):.200} cannot be read ({error.strerror})") from error
+        raise DataError(f"image {path!s:.200} cannot be read ({error.strerror})") from error
     except ValueError as error:  # a null byte: encoded data in a text column
         raise DataError(f"image {text!r:.40} is no path ({error}); store encoded images as bytes") from error

@@ -113,9 +113,11 @@ class HFRenderer:
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids; special tokens are left out unless asked for."""
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
         )
+        assert isinstance(text, str)
+        return text
 
     def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> list[list[int]] | None:
         """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
