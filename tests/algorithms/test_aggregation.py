@@ -11,7 +11,7 @@ from vrl.algorithms.aggregation import AGGREGATION_MODES, Counts, aggregate, cou
 from vrl.algorithms.losses.registry import LossInputs, LossParams, get_policy_loss
 from vrl.algorithms.padded import from_padded
 
-NORM_LENGTH = 11
+NORM_LENGTH = 11.0
 
 
 @st.composite
@@ -101,7 +101,7 @@ def test_modes_by_hand():
     for mode, value in expected.items():
         total = counts(mask, offsets)
         assert total == Counts(tokens=5, sequences=2)
-        assert math.isclose(aggregate(per_token, mask, offsets, mode, total, norm_length=10), value, rel_tol=1e-6)
+        assert math.isclose(aggregate(per_token, mask, offsets, mode, total, norm_length=10.0), value, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -149,6 +149,6 @@ def test_unknown_mode_and_missing_length_are_refused():
     total = counts(mask, offsets)
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'; known: token-mean"):
         aggregate(torch.ones(1), mask, offsets, "mean", total)
-    for length in (None, 0):
+    for length in (None, 0.0):
         with pytest.raises(ValueError, match="loss_scale_factor"):
             aggregate(torch.ones(1), mask, offsets, "seq-mean-token-sum-norm", total, norm_length=length)

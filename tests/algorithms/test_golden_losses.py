@@ -49,7 +49,7 @@ def aggregated(per_token, inputs, case, mode):
     local = counts(inputs.mask, inputs.offsets)
     total = Counts(everywhere["batch_num_tokens"], everywhere["global_batch_size"]) if everywhere else local
     width = case.get("params", {}).get("scale", int(inputs.offsets[1]))
-    loss = aggregate(per_token, inputs.mask, inputs.offsets, mode, total, norm_length=width)
+    loss = aggregate(per_token, inputs.mask, inputs.offsets, mode, total, norm_length=float(width))
     return loss * (everywhere["dp_size"] if everywhere else 1)
 
 
@@ -104,7 +104,7 @@ def value_loss_mismatch(data, case):
     predicted = flat["vpreds"].requires_grad_()
     outputs = value_loss(predicted, flat["values"], flat["returns"], mask, case["cliprange_value"])
     total = counts(mask, offsets)
-    loss = aggregate(outputs.per_token, mask, offsets, case["loss_agg_mode"], total, norm_length=int(offsets[1]))
+    loss = aggregate(outputs.per_token, mask, offsets, case["loss_agg_mode"], total, norm_length=float(offsets[1]))
     loss.backward()
     if not close(loss.detach(), case["loss"], data.tolerance["loss"]):
         return f"{case['id']} loss {float(loss)}"

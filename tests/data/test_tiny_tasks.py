@@ -13,7 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from vrl.data.tiny_tasks import COLORS, LARGEST_SUM, SPLITS, TASKS, rows, tokenizer_texts, write_tiny_data
+from vrl.data.tiny_tasks import (
+    COLORS,
+    LARGEST_SUM,
+    SPLITS,
+    TASKS,
+    WARM_START_ERRORS,
+    rows,
+    tokenizer_texts,
+    write_tiny_data,
+)
 
 
 def _pixels(row: dict) -> list[np.ndarray]:
@@ -101,11 +110,12 @@ def test_files_are_equal_for_equal_seeds(tmp_path: Path):
     assert first != write_tiny_data(tmp_path / "c", 6, counts)["val"].read_bytes()
 
 
-def test_warm_start_messages_end_in_the_right_answer():
+def test_warm_start_messages_end_in_an_answer_that_is_mostly_right():
     for task in TASKS:
-        for row in rows(task, "warm_start", 10, 0):
-            assert row["messages"][:-1] == row["prompt"]
-            assert row["messages"][-1] == {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
+        taught = list(rows(task, "warm_start", 400, 0))
+        assert all(row["messages"][:-1] == row["prompt"] for row in taught)
+        right = sum(row["messages"][-1]["content"] == row["reward_model"]["ground_truth"] for row in taught) / 400
+        assert 1 - WARM_START_ERRORS < right < 1 - WARM_START_ERRORS / 2  # an answer by chance is right at times
 
 
 def test_tokenizer_texts_hold_the_words_of_both_tasks_and_a_tool_call():

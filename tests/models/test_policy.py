@@ -250,9 +250,9 @@ def test_parameter_names_are_those_of_the_checkpoint(kind: str, request: pytest.
 
 def test_layers_to_shard(vision_folder: Path, text_folder: Path) -> None:
     vision = load_policy(vision_folder, torch.float32)
-    assert (len(vision.decoder_layers()), len(vision.vision_blocks())) == (4, 2)
+    assert (len(vision.decoder_layers()), len(vision.vision_blocks())) == (2, 2)
     text = load_policy(text_folder, torch.float32)
-    assert (len(text.decoder_layers()), len(text.vision_blocks())) == (4, 0)
+    assert (len(text.decoder_layers()), len(text.vision_blocks())) == (2, 0)
 
 
 def test_text_models_have_no_vision_tower_to_freeze(text_folder: Path) -> None:
