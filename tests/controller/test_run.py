@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,7 +169,7 @@ def test_a_killed_worker_ends_the_run_within_a_minute(root: Path) -> None:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step 2/"):
+            if re.match(r"step +2/", line):
                 break
         children = psutil.Process(process.pid).children(recursive=True)
         workers = [child for child in children if "WorkerHost" in " ".join(child.cmdline())]

@@ -36,7 +36,7 @@ def my_rows(rig: Rig, batch: DataProto | None) -> DataProto:
 def observe(rig: Rig) -> dict[str, Any]:
     prompts = prompts_of("qwen2_5_vl")
     seen: dict[str, Any] = {}
-    rig.rollout.sync_weights(rig.actor)
+    rig.rollout.sync_weights(rig.actor, 0)
     for name, sampling in (("greedy", GREEDY), ("sampled", FREE)):
         outputs = drive(rig.engine, [rig.request(p.uid, p, sampling) for p in prompts])
         seen[name] = {uid: output.ids for uid, output in outputs.items()}
@@ -45,7 +45,8 @@ def observe(rig: Rig) -> dict[str, Any]:
     seen["before"] = rig.difference(first)
     seen["grad_norm"] = rig.train(first, rig.actor)["actor/grad_norm"]
     seen["unsynced"] = rig.difference(my_rows(rig, rig.generate(prompts, FREE)))
-    seen["version"] = rig.rollout.sync_weights(rig.actor)
+    rig.rollout.sync_weights(rig.actor, 1)
+    seen["version"] = rig.rollout.policy_version
     seen["after"] = rig.difference(my_rows(rig, rig.generate(prompts, FREE)))
     seen["compiled"] = counters["stats"]["unique_graphs"]
     return seen

@@ -80,7 +80,7 @@ def test_log_probs_agree(rig: Rig, kind: str, temperature: float) -> None:
 def test_an_update_and_a_sync_keep_the_agreement(rig: Rig, kind: str) -> None:
     """Prompts of more than a block repeat, so that a prefix, and an image, of older weights would be found again."""
     actor = rig.actor_at(1.0)
-    rig.rollout.sync_weights(actor)
+    rig.rollout.sync_weights(actor, 0)
     batch = rig.generate(prompts_of(kind), FREE)
     assert batch is not None
     assert int(batch.dense(PROMPT_LENGTH).max()) > BLOCK
@@ -93,9 +93,9 @@ def test_an_update_and_a_sync_keep_the_agreement(rig: Rig, kind: str) -> None:
     rig.engine.load_weights(actor.full_weights())
     assert is_far(measure(rig, kind, actor=actor), before), "caches of older weights are noticed"
 
-    rig.rollout.sync_weights(actor)
+    rig.rollout.sync_weights(actor, 0)
     assert agrees(measure(rig, kind, actor=actor))
-    rig.rollout.sync_weights(rig.actor)
+    rig.rollout.sync_weights(rig.actor, 0)
     assert agrees(measure(rig, kind)), "weights go back and forth"
 
 
@@ -118,7 +118,7 @@ def test_one_changed_parameter_is_noticed(rig: Rig, kind: str) -> None:
             parameter *= 1.02
         rig.engine.reset_caches()
         assert is_far(measure(rig, kind), base), name
-        rig.rollout.sync_weights(rig.actor)
+        rig.rollout.sync_weights(rig.actor, 0)
         assert agrees(measure(rig, kind)), name
 
 
@@ -129,7 +129,7 @@ def test_one_weight_lost_in_a_sync_is_noticed(rig: Rig, kind: str) -> None:
         rig.engine.load_weights(iter((weights | {name: weights[name] * 0.9}).items()))
         rig.engine.reset_caches()
         assert is_far(measure(rig, kind), base), name
-        rig.rollout.sync_weights(rig.actor)
+        rig.rollout.sync_weights(rig.actor, 0)
         assert agrees(measure(rig, kind)), name
 
 

@@ -59,9 +59,9 @@ def test_synced_weights_are_used_at_once(rig: Rig, kind: str) -> None:
     actor = rig.actor_at(1.0)
     rig.train(first, actor)
     stale = rig.difference(first, actor)
-    rig.rollout.sync_weights(actor)
+    rig.rollout.sync_weights(actor, 0)
     second = rig.generate(prompts_of(kind), sampling)
-    rig.rollout.sync_weights(rig.actor)
+    rig.rollout.sync_weights(rig.actor, 0)
     assert second is not None
     apart = rig.difference(second, actor)
     assert apart.mean <= 1e-6

@@ -92,11 +92,12 @@ class EpisodeLoop:
         self._rendered: dict[str, _Rendered] = {}
         self._running: dict[str, tuple[Prompt, int]] = {}
         self._unscored: list[tuple[Trajectory, Pending]] = []
+        self._engine_seconds = 0.0
 
     def run(self, source: PromptSource, sink: TrajectorySink, step: int, version: int) -> LoopSeconds:
         """Take prompts until none is left; put each finished, scored trajectory into the sink."""
         begin = time.perf_counter()
-        in_engine = 0.0
+        self._engine_seconds = 0.0
         open_source = True
         idle = 0
         while open_source or self._running:
@@ -106,7 +107,7 @@ class EpisodeLoop:
                 continue
             before = time.perf_counter()
             outputs = self._engine.step()
-            in_engine += time.perf_counter() - before
+            self._engine_seconds += time.perf_counter() - before
             idle = 0 if outputs else idle + 1
             if idle > self._limits.max_model_len + _STEPS_WITHOUT_PROGRESS:
                 raise RuntimeError(
@@ -120,7 +121,7 @@ class EpisodeLoop:
         self._scorer.wait()
         waited = time.perf_counter() - before
         self._hand_over(sink)
-        return LoopSeconds(engine=in_engine, waiting_for_rewards=waited, total=time.perf_counter() - begin)
+        return LoopSeconds(engine=self._engine_seconds, waiting_for_rewards=waited, total=time.perf_counter() - begin)
 
     def _admit(self, source: PromptSource, sink: TrajectorySink, step: int) -> bool:
         """Fill the engine up; return False once the source is empty."""
@@ -151,9 +152,10 @@ class EpisodeLoop:
         request_id = f"{prompt.uid}/{index}"
         seed = request_seed(self._sampling.seed, step, prompt.uid, index)
         sampling = replace(self._sampling, max_tokens=room, seed=seed)
-        self._engine.add_request(
-            EngineRequest(request_id=request_id, ids=rendered.ids, images=prompt.images, sampling=sampling)
-        )
+        request = EngineRequest(request_id=request_id, ids=rendered.ids, images=prompt.images, sampling=sampling)
+        before = time.perf_counter()
+        self._engine.add_request(request)
+        self._engine_seconds += time.perf_counter() - before
         self._running[request_id] = (prompt, index)
 
     def _render(self, prompt: Prompt) -> _Rendered:

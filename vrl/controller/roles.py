@@ -117,9 +117,9 @@ class Actor:
         """Like `update`, on the cross-entropy of the tokens in `loss_mask`."""
         return self._group.call("update_supervised", batch)
 
-    def sync_weights_to(self, rollout: WorkerGroup) -> int:
-        """Reshard the present weights into the engines; return the policy version they now have."""
-        return self._group_version(rollout.call("sync_weights", Colocated(self._group.role)))
+    def sync_weights_to(self, rollout: WorkerGroup, version: int) -> None:
+        """Reshard the present weights into the engines, as policy `version`."""
+        rollout.call("sync_weights", Colocated(self._group.role), version)
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer into a new folder."""
@@ -132,11 +132,6 @@ class Actor:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder that others can load."""
         self._group.call("export", folder)
-
-    @staticmethod
-    def _group_version(versions: list[int]) -> int:
-        assert len(set(versions)) == 1, f"engines hold different policy versions: {versions}"
-        return versions[0]
 
 
 @final

@@ -122,13 +122,14 @@ class Trainer:
         self.plan = plan
         self.outputs = outputs
         self.global_step = 0
+        self.policy_version = 0  # rises by one with each completed weight sync
         self._steps_without_samples = 0
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the plan says."""
         self.global_step = self.outputs.checkpoints.resume(self)
-        version = self.roles.actor.sync_weights_to(self.roles.rollout_group)
-        _LOG.info("engines hold policy version %d at step %d", version, self.global_step)
+        self.roles.actor.sync_weights_to(self.roles.rollout_group, self.policy_version)
+        _LOG.info("engines hold policy version %d at step %d", self.policy_version, self.global_step)
         if self.plan.val_before_train and self.global_step == 0:
             self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, 0), 0)
         while self.global_step < self.plan.total_steps:
@@ -143,7 +144,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate the present weights, once."""
         self.global_step = self.outputs.checkpoints.resume(self)
-        self.roles.actor.sync_weights_to(self.roles.rollout_group)
+        self.roles.actor.sync_weights_to(self.roles.rollout_group, self.policy_version)
         self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, self.global_step), self.global_step)
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -172,7 +173,8 @@ class Trainer:
                 with timer("update_actor"):
                     metrics |= roles.actor.update(self.actor_batches.assign(batch, self._update_seed()))
                 with timer("update_weights"):
-                    roles.actor.sync_weights_to(roles.rollout_group)
+                    self.policy_version += 1
+                    roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
         return self._metrics(batch, generated, metrics, timer)
 
     # -- around a step ------------------------------------------------------------------------------------------
@@ -231,6 +233,7 @@ class Trainer:
         """Return what a checkpoint keeps beside the roles' own state."""
         return {
             "global_step": self.global_step,
+            "policy_version": self.policy_version,
             "loader": self.loader.state_dict(),
             "kl_beta": self.kl_in_reward.controller.beta,
         }
@@ -238,6 +241,7 @@ class Trainer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.loader.load_state_dict(state["loader"])
+        self.policy_version = int(state["policy_version"])
         controller = self.kl_in_reward.controller
         self.kl_in_reward.controller = replace(controller, beta=state["kl_beta"])
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from vrl.models.policy import CausalPolicy
@@ -20,9 +19,6 @@ def save_hf_folder(
     state = {name: tensor.to("cpu", copy=True) for name, tensor in weights if write}
     if not write:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(state, folder, filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
-    policy.hf.config.save_pretrained(folder)
-    if policy.hf.generation_config is not None:
-        policy.hf.generation_config.save_pretrained(folder)
+    # Names on disk are not always those in memory; AutoModel and the other loaders expect the former.
+    policy.hf.save_pretrained(folder, state_dict=state)
     renderer.save_pretrained(folder)

@@ -62,7 +62,7 @@ class RolloutWorker:
         self._scorer = scorer
         self._config = config
         self._place = place
-        self.policy_version = -1  # 0 with the first sync: no rollout ever runs on weights that were not synced
+        self.policy_version = -1  # no weights yet: a rollout before the first sync is a mistake of ours
 
     @classmethod
     def build(cls, context: BuildContext) -> Self:
@@ -96,14 +96,13 @@ class RolloutWorker:
         return self._rows(sink.trajectories, meta)
 
     @register(Dispatch.ALL)
-    def sync_weights(self, actor: ActorWorker) -> int:
-        """Take the actor's present weights into the engine; return the new policy version."""
+    def sync_weights(self, actor: ActorWorker, version: int) -> None:
+        """Take the actor's present weights into the engine; from now on they are policy `version`."""
         self._engine.wake(["weights"])
         self._engine.load_weights(actor.full_weights())
         self._engine.wake(["kv_cache"])
         self._engine.reset_caches()
-        self.policy_version += 1
-        return self.policy_version
+        self.policy_version = version
 
     @register(Dispatch.ALL)
     def sleep(self) -> None:

@@ -67,7 +67,9 @@ def _gather(bucket: Sequence[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor
     pieces = []
     for _, tensor in bucket:
         local = tensor.to_local()
-        chunk = -(-tensor.shape[0] // ranks) * tensor[0:1].numel() if tensor.shape[0] else 0
+        rows = tensor.shape[0]
+        # In plain numbers: slicing the sharded tensor itself would cost more than the gather.
+        chunk = -(-rows // ranks) * (tensor.numel() // rows) if rows else 0
         flat = local.new_zeros(chunk)
         flat[: local.numel()] = local.reshape(-1)
         pieces.append(flat)
