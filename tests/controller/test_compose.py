@@ -15,7 +15,6 @@ MACHINES = {
     "tiny_vl_grpo": CPU,
     "smollm2_arithmetic": CPU,
     "qwen2_5_vl_7b_geo3k_grpo": GPU_NODE,
-    "qwen2_5_vl_7b_agent": GPU_NODE,
     "qwen2_5_7b_gsm8k_ppo": GPU_NODE,
 }
 HEADS_7B = (28, 4)

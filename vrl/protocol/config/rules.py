@@ -219,6 +219,18 @@ def _not_supported(config: Config) -> Messages:
         yield "algorithm.rollout_correction.rollout_is is not supported in this version: set it to null"
     if config.reward_model.enable:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
+    if config.data.custom_cls.path is not None:
+        yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
+    sizes = {
+        f"{_ACTOR}.ulysses_sequence_parallel_size": config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
+        "critic.ulysses_sequence_parallel_size": config.critic.ulysses_sequence_parallel_size,
+        f"{_ROLLOUT}.agent.max_turns": config.actor_rollout_ref.rollout.agent.max_turns,
+    }
+    yield from (
+        f"{key}={size} is not supported in this version: set it to 1" for key, size in sizes.items() if size > 1
+    )
+    if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
+        yield f"{_ROLLOUT}.multi_turn.tool_config_path is not supported in this version: set it to null"
 
 
 ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
@@ -315,6 +327,14 @@ def _size_warnings(config: Config) -> Messages:
 
 def _run_warnings(config: Config) -> Messages:
     trainer = config.trainer
+    roles = {
+        _ACTOR: config.actor_rollout_ref.actor.fsdp_config,
+        "actor_rollout_ref.ref": config.actor_rollout_ref.ref.fsdp_config,
+        "critic": config.critic.fsdp_config,
+    }
+    for role, fsdp in roles.items():
+        if fsdp.param_offload or fsdp.optimizer_offload:
+            yield f"{role}.fsdp_config: this version does not offload; all stays on the device"
     if trainer.nnodes > 1 and config.ray_kwargs.ray_init.address is None:
         yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
     if trainer.val_before_train and not config.data.val_files:
