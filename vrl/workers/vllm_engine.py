@@ -209,6 +209,9 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
             "limit_mm_per_prompt": {"image": settings.limit_images, "video": 0},
             "mm_processor_kwargs": dict(settings.pixel_limits) or None,
         }
+        if settings.device == "cpu":
+            # Only the samples of one step share images; the default of 4 GiB would fill up with old ones.
+            images["mm_processor_cache_gb"] = 0.125
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return {
         "model": settings.path,
