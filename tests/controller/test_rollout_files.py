@@ -109,3 +109,22 @@ def test_a_bound_on_rows(max_rows: int | None, good: int, bad: int, trajectory: 
 def test_a_step_without_rows_gives_an_empty_file(trajectory: Make, tmp_path: Path):
     step = step_of([trajectory()], [])
     assert RolloutFiles(tmp_path).write(Step(step.rows[:0], step.failed), 3).read_text() == ""
+
+
+def test_writing_beside_the_next_step_loses_nothing(trajectory: Make, tmp_path: Path):
+    files = RolloutFiles(tmp_path / "rollouts")
+    for number in range(1, 6):
+        files.write_beside(step_of([trajectory()], []), number)
+    files.finish()
+    assert sorted(path.name for path in (tmp_path / "rollouts").glob("*.jsonl")) == [
+        f"step_{n}.jsonl" for n in range(1, 6)
+    ]
+
+
+def test_a_failed_write_beside_is_raised_by_the_next_call(trajectory: Make, tmp_path: Path):
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    files = RolloutFiles(tmp_path / "rollouts")
+    files.write_beside(step_of([trajectory()], []), 1)
+    with pytest.raises(OSError, match="rollouts"):
+        files.finish()
+    files.finish()

@@ -15,19 +15,26 @@ Episode = tuple[Prompt, int]
 
 @final
 class PromptQueue:
-    """Episodes in order; lives in a process of its own. Replicas take shares that get smaller towards the end."""
+    """Episodes in order; lives in a process of its own.
+
+    At first every replica takes an even share, as far as it has room: what can start at once does. What is left then
+    goes in shares that get smaller towards the end, so that all end together.
+    """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._left: deque[Episode] = deque()
+        self._first_takes = 0
 
     def fill(self, episodes: Sequence[Episode]) -> None:
         """Start a step with these episodes; whatever was left is dropped."""
         self._left = deque(episodes)
+        self._first_takes = self._replicas
 
     def take(self, k: int) -> list[Episode]:
-        """Return at most `k` episodes: a fair share of half of what is left, in whole groups if possible."""
-        share = -(-len(self._left) // (2 * self._replicas))
+        """Return at most `k` episodes: a fair share, later one of half of what is left; in whole groups if possible."""
+        share = -(-len(self._left) // (self._first_takes or 2 * self._replicas))
+        self._first_takes = max(self._first_takes - 1, 0)
         count = min(k, max(share, 1), len(self._left))
         # Samples of one prompt stay together where they fit: the engine reads their prompt once.
         while count < min(k, len(self._left)) and self._left[count][0].uid == self._left[count - 1][0].uid:

@@ -69,10 +69,11 @@ class Generated:
 class Rollout:
     """All replicas together."""
 
-    def __init__(self, group: WorkerGroup, replicas: int, queue: Any | None) -> None:
+    def __init__(self, group: WorkerGroup, replicas: int, queue: Any | None, sleeps: bool) -> None:
         self._group = group
         self._replicas = replicas
         self._queue = queue  # None: every replica gets a fixed share
+        self._sleeps = sleeps
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Generated:
         """Return `sampling.n` rows a prompt."""
@@ -82,8 +83,12 @@ class Rollout:
         else:
             sources = shared_sources(self._queue, episodes, self._replicas)
         parts = [part for part in self._group.call("generate", sources, sampling, step) if part is not None]
-        self._group.call("sleep")
         return _in_order(concat(parts), prompts)
+
+    def sleep(self) -> None:
+        """Give the engines' memory to the learners; nothing can be generated before the next weight sync."""
+        if self._sleeps:
+            self._group.call("sleep")
 
 
 def _in_order(rows: DataProto, prompts: Sequence[Prompt]) -> Generated:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -54,6 +55,19 @@ class RolloutFiles:
     def __init__(self, folder: Path, max_rows: int | None = None) -> None:
         self._folder = folder
         self._max_rows = max_rows
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-files")
+        self._last: Future[Path] | None = None
+
+    def write_beside(self, generated: StepRows, step: int) -> None:
+        """Write the rows while the caller goes on. What goes wrong is raised by the next call, or by `finish`."""
+        self.finish()
+        self._last = self._writer.submit(self.write, generated, step)
+
+    def finish(self) -> None:
+        """Wait for the file that is being written."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def write(self, generated: StepRows, step: int) -> Path:
         """Write the rows of a step, and those of their images that are not there yet; return the file."""

@@ -160,7 +160,9 @@ def _trainer(
     # One update a step: its own forward pass gives the old log-probs, unless KL in the reward wants them before.
     single = config.updates_per_step == 1 and not config.algorithm.use_kl_in_reward
     roles = Roles(
-        rollout=Rollout(groups["rollout"], config.num_replicas, queue),
+        rollout=Rollout(
+            groups["rollout"], config.num_replicas, queue, config.actor_rollout_ref.rollout.free_cache_engine
+        ),
         rollout_group=groups["rollout"],
         reward=NoRewardModel(),
         actor=actor,

@@ -140,6 +140,7 @@ class Trainer:
             if self._due(self.plan.save_freq):
                 metrics |= self.outputs.checkpoints.save(self)
             self.outputs.tracker.log(metrics, self.global_step)
+        self.outputs.rollout_files.finish()
 
     def evaluate(self) -> None:
         """Evaluate the present weights, once."""
@@ -156,6 +157,7 @@ class Trainer:
             batch = self._usable(generated)
             if not len(batch):
                 return self._without_samples(generated, timer)
+            roles.rollout.sleep()
             with timer("reward_model"):
                 batch |= roles.reward.score(batch)
             with timer("old_log_prob"):
@@ -172,9 +174,9 @@ class Trainer:
             if self.global_step > self.plan.critic_warmup:
                 with timer("update_actor"):
                     metrics |= roles.actor.update(self.actor_batches.assign(batch, self._update_seed()))
-                with timer("update_weights"):
-                    self.policy_version += 1
-                    roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
+            with timer("update_weights"):  # also when the critic alone has learned: it wakes the engines
+                self.policy_version += 1
+                roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
         return self._metrics(batch, generated, metrics, timer)
 
     # -- around a step ------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Trainer:
     def _usable(self, generated: Generated) -> DataProto:
         """Return the rows to train on; too many failures end the run with the first cause."""
         failed, total = len(generated.failed), len(generated.failed) + len(generated.rows)
-        self.outputs.rollout_files.write(generated, self.global_step)
+        self.outputs.rollout_files.write_beside(generated, self.global_step)
         if failed and (self.plan.stop_on_reward_failure or failed > self.plan.max_failed_ratio * total):
             raise RewardError(
                 f"step {self.global_step}: {failed} of {total} episodes failed outside the model; the first: "

@@ -1,16 +1,23 @@
 """Supervised steps before RL, through the actor's own learner; the result is a model folder cached by content.
 
 Called by `vrl train` when `warm_start.enable` is set, and by `vrl sft`.
+
+With `warm_start.stop_probability` the mean probability of the answers of a few rows of each data source is looked at
+before every step. A source that has reached it gives no more rows until it falls below again; when all have, the warm
+start ends. So RL begins at the same level whatever the seed, and no task is taught out while another is behind.
 """
 
 import hashlib
 import importlib.metadata
 import logging
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -19,10 +26,10 @@ from vrl.controller.progress import stage
 from vrl.controller.resource_pool import PoolSpec, ResourcePool
 from vrl.controller.roles import Actor
 from vrl.controller.worker_group import ProcessGroup
-from vrl.data.dataset import load_rows
+from vrl.data.dataset import RowDataset, load_rows
 from vrl.data.loader import PromptLoader
 from vrl.models.renderer import HFRenderer, load_renderer
-from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, MINI_BATCH, POSITION_IDS
+from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, MINI_BATCH, OLD_LOG_PROBS, POSITION_IDS
 from vrl.protocol.config.model import OptimConfig
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, object_column
@@ -32,16 +39,10 @@ from vrl.protocol.trajectory import Prompt, content_key
 from vrl.workers.host import RunLength
 
 _LOG = logging.getLogger(__name__)
-# A change in any of these changes what a warm start gives.
-_SOURCES = (
-    "algorithms",
-    "models",
-    "protocol/balance.py",
-    "workers/learner.py",
-    "workers/losses.py",
-    "workers/actor.py",
-)
+# A change in any of these may change what a warm start gives.
+_SOURCES = ("algorithms", "data", "models", "protocol", "workers", "controller/warm_start.py")
 _PACKAGES = ("torch", "transformers")
+_PROBE_ROWS = 64  # of each data source, to see how probable its answers are
 
 
 def warm_started(config: Config, pool: PoolSpec) -> Config:
@@ -85,16 +86,11 @@ def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
     policy = config.actor_rollout_ref
     trained = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
     renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
-    rows = load_rows(settings.files)
-    loader = PromptLoader(rows, settings.batch_size, seed=config.trainer.seed)
     pool = ResourcePool(spec, config.trainer.worker_start_timeout)
     processes = ProcessGroup(pool, trained)
     try:
         actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1))["actor"])
-        with stage("warm start", settings.steps) as progress:
-            for batch in _batches(loader, renderer, settings.steps, settings.messages_key):
-                metrics = actor.update_supervised(batch)
-                progress.advance(1, f"loss {metrics['train/loss']:.3f}")
+        steps, loss = _learn(config, actor, renderer)
         part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         actor.export(part)
     finally:
@@ -103,12 +99,74 @@ def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
         shutil.rmtree(part)
     else:
         part.rename(folder)
-    _LOG.info("warm start: %d steps, last loss %.3f, saved to %s", settings.steps, metrics["train/loss"], folder)
+    _LOG.info("warm start: %d steps, last loss %.3f, saved to %s", steps, loss, folder)
 
 
-def _batches(loader: PromptLoader, renderer: HFRenderer, steps: int, messages_key: str) -> Iterator[DataProto]:
-    for _ in range(steps):
-        yield supervised_batch(loader.next_batch(), renderer, messages_key)
+def _learn(config: Config, actor: Actor, renderer: HFRenderer) -> tuple[int, float]:
+    """Take the steps; return how many there were and the last one's loss."""
+    settings = config.warm_start
+    rows = load_rows(settings.files)
+    loader = PromptLoader(rows, settings.batch_size, seed=config.trainer.seed)
+    probe = None
+    if settings.stop_probability is not None:
+        probe = _Probe(rows, renderer, settings.messages_key, settings.stop_probability)
+    taken, loss = 0, math.nan
+    with stage("warm start", settings.steps) as progress:
+        for prompts in _lessons(loader, actor, probe, settings.steps):
+            loss = actor.update_supervised(supervised_batch(prompts, renderer, settings.messages_key))["train/loss"]
+            taken += 1
+            progress.advance(1, f"loss {loss:.3f} {probe.note if probe is not None else ''}")
+    if probe is not None:
+        _LOG.info("warm start: mean probability of the answers: %s", probe.note)
+        if probe.lagging:
+            _LOG.warning(
+                "warm start: %d steps did not bring all answers to a probability of %s; raise warm_start.steps or lr",
+                settings.steps,
+                settings.stop_probability,
+            )
+    return taken, loss
+
+
+def _lessons(loader: PromptLoader, actor: Actor, probe: "_Probe | None", limit: int) -> Iterator[list[Prompt]]:
+    """Yield what to learn in each step, from the data sources that are behind."""
+    for _ in range(limit):
+        prompts = loader.next_batch()
+        if probe is not None:
+            probe.look(actor)
+            prompts = [prompt for prompt in prompts if prompt.data_source in probe.lagging]
+            if not probe.lagging:
+                return
+        if prompts:  # a small batch may have no row of the sources that are behind
+            yield prompts
+
+
+@final
+class _Probe:
+    """Some rows of each data source, the first of the files, and which sources' answers are not probable enough."""
+
+    def __init__(self, rows: RowDataset, renderer: HFRenderer, messages_key: str, wanted: float) -> None:
+        chosen: list[Prompt] = []
+        count: Counter[str] = Counter()
+        for index in range(len(rows)):
+            prompt = rows[index]
+            count[prompt.data_source] += 1
+            if count[prompt.data_source] <= _PROBE_ROWS:
+                chosen.append(prompt)
+        self._sources = [prompt.data_source for prompt in chosen]
+        self._batch = supervised_batch(chosen, renderer, messages_key)
+        self._wanted = wanted
+        self.lagging = set(self._sources)
+        self.note = ""  # for people
+
+    def look(self, actor: Actor) -> None:
+        """Measure the mean probability of a whole answer in each data source."""
+        rows = actor.log_probs(self._batch).ragged(OLD_LOG_PROBS).to_rows()
+        found: dict[str, list[float]] = {}
+        for source, row in zip(self._sources, rows, strict=True):  # 0 outside the answer
+            found.setdefault(source, []).append(math.exp(float(row.double().sum())))
+        means = {source: sum(values) / len(values) for source, values in sorted(found.items())}
+        self.lagging = {source for source, mean in means.items() if mean < self._wanted}
+        self.note = ", ".join(f"{source} {mean:.2f}" for source, mean in means.items())
 
 
 def supervised_batch(prompts: list[Prompt], renderer: HFRenderer, messages_key: str) -> DataProto:

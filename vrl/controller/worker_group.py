@@ -8,7 +8,7 @@ The driver calls `group.call(method, batch, ...)`; the method's own declaration 
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, final
 
 import ray
@@ -36,6 +36,7 @@ from vrl.workers.process import RankPlace, environment
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 5.0
+_DEATH_SECONDS = 3.0  # how long after a failed call another rank's death may become known
 
 
 @final
@@ -92,7 +93,10 @@ class ProcessGroup:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
             for ref in done:
-                results[index[ref]] = _result(ref, index[ref], what)
+                try:
+                    results[index[ref]] = ray.get(ref)
+                except (RayTaskError, RayActorError) as error:
+                    raise _failure(error, index[ref], {ref: index[ref] for ref in pending}, what) from error
         return results
 
     def close(self) -> None:
@@ -164,19 +168,27 @@ class WorkerGroup:
         return self._processes.gather(refs, f"{self.role}.{method}")
 
 
-def _result(ref: Any, rank: int, what: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, ConfigError | DataError):
-            raise cause from error
-        raise WorkerError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}\n{error}") from error
-    except RayActorError as error:
-        raise WorkerError(
-            f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): "
-            f"{error}"
-        ) from error
+def _failure(error: RayTaskError | RayActorError, rank: int, pending: Mapping[Any, int], what: str) -> Exception:
+    """Return the error to raise. A dead process breaks its peers' collectives, and their complaints may come first."""
+    if isinstance(error, RayActorError):
+        return _died(error, rank, what)
+    late = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_SECONDS)[0] if pending else []
+    for ref in late:
+        try:
+            ray.get(ref)
+        except RayActorError as death:
+            return _died(death, pending[ref], what)
+        except RayTaskError:
+            continue
+    if isinstance(error.cause, ConfigError | DataError):
+        return error.cause
+    return WorkerError(f"{what} failed on rank {rank}: {type(error.cause).__name__}: {error.cause}\n{error}")
+
+
+def _died(error: RayActorError, rank: int, what: str) -> WorkerError:
+    return WorkerError(
+        f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): {error}"
+    )
 
 
 def _rendezvous(pool: ResourcePool) -> tuple[str, int]:

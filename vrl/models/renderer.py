@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import (
     AutoProcessor,
@@ -119,14 +120,14 @@ class HFRenderer:
         assert isinstance(text, str)
         return text
 
-    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> list[list[int]] | None:
-        """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
+    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray | None:
+        """Return the int64 `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
         vision = self._vision
         if vision is None:
             return None
         grids = [self._grid(vision, data) for data in images]
         merge = vision.rule.merge_size
-        return mrope_positions(ids, grids, image_token_id=vision.image_id, merge_size=merge).tolist()
+        return mrope_positions(ids, grids, image_token_id=vision.image_id, merge_size=merge)
 
     def image_cache(self, max_bytes: int) -> ImageCache | None:
         """Return a new cache of patches under this renderer's pixel limits; None for text models."""

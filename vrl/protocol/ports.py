@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from vrl.protocol.trajectory import Prompt, Sampling, Trajectory
 
 
@@ -38,8 +40,8 @@ class Renderer(Protocol):
         """Return the text of ids; special tokens are left out unless asked for."""
         ...
 
-    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> Sequence[Sequence[int]] | None:
-        """Return the `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
+    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray | None:
+        """Return the int64 `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
         ...
 
 

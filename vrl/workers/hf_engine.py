@@ -114,7 +114,7 @@ class HfEngine:
         self._rows[request.request_id] = _Row(
             request=request,
             prompt=prompt,
-            positions=None if positions is None else torch.as_tensor(positions, dtype=torch.int64),
+            positions=None if positions is None else torch.as_tensor(positions),
             max_tokens=min(room, request.sampling.max_tokens),
             generator=torch.Generator().manual_seed(request.sampling.seed),
         )

@@ -106,9 +106,8 @@ class RolloutWorker:
 
     @register(Dispatch.ALL)
     def sleep(self) -> None:
-        """Give the engine's memory back while the learners work."""
-        if self._config.actor_rollout_ref.rollout.free_cache_engine:
-            self._engine.sleep()
+        """Give the engine's memory back while the learners work; `sync_weights` wakes it."""
+        self._engine.sleep()
 
     def close(self) -> None:
         """End the reward processes and the engine."""
@@ -129,7 +128,7 @@ class RolloutWorker:
             return batch_of(trajectories, None, meta)
         filled = iter(positions)
         rows = [
-            torch.zeros(1, 3, dtype=torch.int64) if _is_empty(t) else torch.as_tensor(next(filled), dtype=torch.int64)
+            torch.zeros(1, 3, dtype=torch.int64) if _is_empty(t) else torch.as_tensor(next(filled))
             for t in trajectories
         ]
         return batch_of(trajectories, rows, meta)

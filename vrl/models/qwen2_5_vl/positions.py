@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 from jaxtyping import Int
-from torch import Tensor
 
 from vrl.protocol.errors import DataError
 
@@ -15,7 +14,7 @@ def mrope_positions(
     *,
     image_token_id: int,
     merge_size: int = 2,
-) -> Int[Tensor, "T 3"]:
+) -> Int[np.ndarray, "T 3"]:
     """Return time, height and width positions of one row.
 
     Text counts on in all three. An image keeps its time position and counts rows and columns of its visual tokens from
@@ -31,23 +30,24 @@ def mrope_positions(
     Raises:
         DataError: the runs of image tokens do not match the grids.
     """
-    is_image = torch.as_tensor(ids, dtype=torch.int64) == image_token_id
-    positions = torch.empty(len(ids), 3, dtype=torch.int64)
+    is_image = np.asarray(ids, dtype=np.int64) == image_token_id
+    places = np.flatnonzero(is_image)
+    positions = np.empty((len(ids), 3), dtype=np.int64)
     done = following = 0
     for number, (frames, height, width) in enumerate(grids):
         rows, columns = height // merge_size, width // merge_size
         size = frames * rows * columns
-        ahead = is_image[done:].nonzero()
-        start = done + int(ahead[0]) if len(ahead) else len(ids)
+        first = np.searchsorted(places, done)
+        start = int(places[first]) if first < len(places) else len(ids)
         if start + size > len(ids) or not bool(is_image[start : start + size].all()):
             raise DataError(f"image {number} makes {size} visual tokens, but the row has fewer image tokens at {start}")
-        positions[done:start] = (torch.arange(start - done) + following)[:, None]
+        positions[done:start] = (np.arange(start - done) + following)[:, None]
         following += start - done
-        grid = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns))
-        positions[start : start + size] = grid.view(-1, 3) + following
+        grid = np.indices((frames, rows, columns)).reshape(3, -1).T
+        positions[start : start + size] = grid + following
         following += max(rows, columns)
         done = start + size
     if bool(is_image[done:].any()):
         raise DataError(f"the row has {int(is_image[done:].sum())} image tokens more than its {len(grids)} images make")
-    positions[done:] = (torch.arange(len(ids) - done) + following)[:, None]
+    positions[done:] = (np.arange(len(ids) - done) + following)[:, None]
     return positions

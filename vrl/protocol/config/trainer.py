@@ -49,7 +49,8 @@ class WarmStartConfig:
     enable: bool = False  # on or off
     files: tuple[str, ...] = ()  # parquet or jsonl files with whole conversations
     messages_key: str = "messages"  # column of the conversation; its assistant messages are learnt
-    steps: int = 200  # optimizer steps
+    steps: int = 200  # optimizer steps at most
+    stop_probability: float | None = None  # data sources whose answers are this probable pause; all of them: the end
     batch_size: int = 64  # rows an optimizer step
     lr: float = 1e-3  # peak learning rate
     lr_warmup_steps: int = 10  # optimizer steps
