@@ -1,16 +1,21 @@
 """Proportional memory (PSS) of all processes of a run: `python benchmarks/run_memory.py -- bash train_ppo.sh ...`.
 
-Prints the peak, and how the second half of the run went. Shared memory that processes map counts in their PSS.
+Prints the peak, what it was right after step 5 and at the end, and the same for each kind of process. Shared memory
+that processes map counts in their PSS.
 """
 
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 
-INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS = 1.0
+FROM_STEP = 5
+MIB = 2**20
 
 
 def pss_bytes(pid: int) -> int:
@@ -22,22 +27,60 @@ def pss_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
+def kind_of(process: psutil.Process) -> str:
+    """Return a short name of what a process does."""
+    words = process.cmdline()
+    if not words:
+        return "gone"
+    if words[0].startswith("ray::"):
+        return words[0].split(".")[0].strip()
+    name = next((word for word in words[1:] if word.endswith(".py") or word.startswith("vrl")), words[0])
+    return Path(name).name
+
+
+def sample(root: int) -> Counter[str]:
+    """Return the bytes of each kind of process below `root`, itself included."""
+    found: Counter[str] = Counter()
+    top = psutil.Process(root)
+    for process in (top, *top.children(recursive=True)):
+        try:
+            found[kind_of(process)] += pss_bytes(process.pid)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
 def main() -> None:
     """Run the command, sample, print."""
     command = sys.argv[sys.argv.index("--") + 1 :]
-    process = subprocess.Popen(command)
-    samples: list[float] = []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            lines.append(line)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    samples: list[tuple[bool, Counter[str]]] = []
     while process.poll() is None:
+        trained = any(line.split()[:1] == ["step"] and line.split()[1].startswith(f"{FROM_STEP}/") for line in lines)
         try:
-            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+            samples.append((trained, sample(process.pid)))
         except psutil.NoSuchProcess:
             break
-        samples.append(sum(pss_bytes(pid) for pid in family) / 2**30)
         time.sleep(INTERVAL_SECONDS)
-    print(f"{len(samples)} samples; peak {max(samples):.2f} GiB")
-    tail = samples[len(samples) // 2 : -3]
-    if tail:
-        print(f"second half of the run: first {tail[0]:.2f}, last {tail[-1]:.2f}, largest {max(tail):.2f} GiB")
+    reader.join()
+    print(f"{len(samples)} samples; peak {max(s.total() for _, s in samples) / MIB:.0f} MiB")
+    after = [found for trained, found in samples if trained][:-4]  # the last ones see processes end
+    if after:
+        first, last = after[0], after[-1]
+        print(f"from step {FROM_STEP} to the end: {first.total() / MIB:.0f} to {last.total() / MIB:.0f} MiB")
+        for kind in sorted(first | last, key=lambda kind: -last[kind]):
+            print(f"  {kind:24s} {first[kind] / MIB:7.0f} to {last[kind] / MIB:7.0f} MiB")
     sys.exit(process.returncode)
 
 

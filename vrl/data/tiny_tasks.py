@@ -28,7 +28,7 @@ ROWS_PER_TASK: Final[Mapping[Split, int]] = {"warm_start": 4096, "train": 4096, 
 # Colours are learned from far fewer rows than sums: with this share both are half learned at the same time.
 WARM_START_SHARE: Final[Mapping[Task, float]] = {"visual": 0.15, "arithmetic": 1.0}
 # The teacher of the warm start errs this often, with any answer of the task: what it teaches goes on exploring.
-WARM_START_ERRORS: Final = 0.2
+WARM_START_ERRORS: Final = 0.35
 
 CELL_PIXELS: Final = 28
 GRID_SIDES: Final = (2, 3)
@@ -87,7 +87,7 @@ def rows(task: Task, split: Split, count: int, seed: int) -> Iterator[Row]:
 
     Rows of "visual" show one image and two images in turn. `data_source` is `tiny/visual` or `tiny/arithmetic`. Rows
     of the split "warm_start" also carry `messages`, the prompt with an answer for supervised training: the right one in
-    eight rows of ten.
+    two rows of three, any answer in the others.
 
     Raises:
         ValueError: an unknown task or split, or a negative count.
