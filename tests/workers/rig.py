@@ -138,7 +138,7 @@ class Rig:
         actor = ActorWorker.build(context, total_steps=100)
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
-        rollout = RolloutWorker(engine, context.renderer, Unscored(), config, place)
+        rollout = RolloutWorker(engine, Unscored(), context, place)
         return cls(context, actor, engine, rollout, place)
 
     def actor_at(self, temperature: float) -> ActorWorker:

@@ -98,6 +98,11 @@ class ImageCache:
         """Bytes of the patches held."""
         return self._bytes
 
+    def clear(self) -> None:
+        """Drop all patches."""
+        self._entries.clear()
+        self._bytes = 0
+
     def get(self, data: bytes) -> tuple[Float[Tensor, "P D"], Int[Tensor, "1 3"]]:
         """Return patches and grid of an encoded image; read them only.
 

@@ -25,7 +25,7 @@ ROLE_CLASSES: dict[str, type] = {
     "rollout": RolloutWorker,
 }
 
-_IMAGE_CACHE_BYTES = 64 * 2**20  # patches of images, decoded once a process
+_IMAGE_CACHE_BYTES = 2**30  # patches of a step's images, decoded once a process
 
 
 @final

@@ -56,11 +56,12 @@ class EngineGroup:
 class RolloutWorker:
     """One replica, or one rank of a tensor-parallel one."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, scorer: Scorer, config: Config, place: EngineGroup) -> None:
+    def __init__(self, engine: Engine, scorer: Scorer, context: BuildContext, place: EngineGroup) -> None:
         self._engine = engine
-        self._renderer = renderer
+        self._renderer: Renderer = context.renderer
+        self._images = context.images
         self._scorer = scorer
-        self._config = config
+        self._config = context.config
         self._place = place
         self.policy_version = -1  # no weights yet: a rollout before the first sync is a mistake of ours
 
@@ -71,7 +72,7 @@ class RolloutWorker:
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
         scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
-        return cls(engine, context.renderer, scorer, config, place)
+        return cls(engine, scorer, context, place)
 
     @register(Dispatch.ALL)
     def generate(self, sources: Sequence[PromptSource], sampling: Sampling, step: int) -> DataProto | None:
@@ -79,6 +80,8 @@ class RolloutWorker:
 
         `sources` has one entry a replica; several may be the same shared queue.
         """
+        if self._images is not None:
+            self._images.clear()  # new rows, new images: what the learners of this process hold is from the last step
         source = sources[self._place.replica]
         if self._place.group is not None:
             source = LockStepSource(source if self._place.is_leader else None, self._place.share)

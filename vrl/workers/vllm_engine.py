@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -63,6 +63,9 @@ class VllmEngine:
     """One engine, or this rank's part of one."""
 
     def __init__(self, settings: EngineSettings, banned_ids: Sequence[int], eos_ids: Sequence[int]) -> None:
+        if settings.device == "cpu" and settings.dtype == "float32":
+            # oneDNN compiles a matmul for each layer and batch size: hundreds of MiB, and float32 gains nothing by it.
+            _custom_ops._supports_onednn = False
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self._settings = settings
         self._llm = LLM(**_arguments(settings))
@@ -74,6 +77,7 @@ class VllmEngine:
         self._bias = {int(token): BAN_SHIFT for token in banned_ids}
         self._eos_ids = sorted(int(token) for token in eos_ids)
         self._running: set[str] = set()
+        self._decoded: dict[str, Image] = {}  # since the last weight sync: the samples of a prompt share its images
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -86,8 +90,11 @@ class VllmEngine:
         prompt = TokensPrompt(prompt_token_ids=list(request.ids))
         if request.images:
             # The content hash spares the engine hashing pixels for every sample of a prompt.
-            prompt["multi_modal_data"] = {"image": [_pixels(image) for image in request.images]}
-            prompt["multi_modal_uuids"] = {"image": [content_key(image) for image in request.images]}
+            keys = [content_key(image) for image in request.images]
+            prompt["multi_modal_data"] = {
+                "image": [self._pixels(key, data) for key, data in zip(keys, request.images, strict=True)]
+            }
+            prompt["multi_modal_uuids"] = {"image": keys}
         self._engine.add_request(request.request_id, prompt, self._parameters(request.sampling))
         self._running.add(request.request_id)
 
@@ -108,6 +115,11 @@ class VllmEngine:
         chosen = list(request_ids)
         self._engine.abort_request(chosen)
         self._running.difference_update(chosen)
+
+    def _pixels(self, key: str, data: bytes) -> Image:
+        if key not in self._decoded:
+            self._decoded[key] = decode_image(data)
+        return self._decoded[key]
 
     def _without_compiler(self) -> AbstractContextManager[object]:
         # Eager or not, the engine compiles small functions of its sampler when they are first used. On a CPU the C++
@@ -185,6 +197,9 @@ class VllmEngine:
             raise EngineError("the engine did not reset its prefix cache; it would answer with older weights")
         # Through the engine, not its model runner: the scheduler keeps a list of the embeddings it believes are there.
         self._engine.reset_encoder_cache()
+        # Pixels are no older than before, but only the samples of one step share images: kept, they would only pile up.
+        self._engine.reset_mm_cache()
+        self._decoded.clear()
 
     def close(self) -> None:
         """End the engine, and with it this process's group: call it before the group is left, and nothing of it after.
@@ -209,9 +224,6 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
             "limit_mm_per_prompt": {"image": settings.limit_images, "video": 0},
             "mm_processor_kwargs": dict(settings.pixel_limits) or None,
         }
-        if settings.device == "cpu":
-            # Only the samples of one step share images; the default of 4 GiB would fill up with old ones.
-            images["mm_processor_cache_gb"] = 0.125
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return {
         "model": settings.path,
@@ -238,10 +250,6 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         **images,
         **settings.extra,
     }
-
-
-def _pixels(data: bytes) -> Image:
-    return decode_image(data)
 
 
 def _output(output: RequestOutput) -> EngineOutput:
