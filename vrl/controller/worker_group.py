@@ -9,6 +9,7 @@ The driver calls `group.call(method, batch, ...)`; the method's own declaration 
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast, final
 
 import ray
@@ -49,6 +50,8 @@ class ProcessGroup:
         spec = pool.spec
         device = "cuda" if spec.gpus else "cpu"
         env = dict(environment(device, spec.cpus_per_rank))
+        if not spec.gpus:
+            env |= _allocator()
         host = ray.remote(WorkerHost)
         address, port = _rendezvous(pool)
         self.handles: list[ActorHandle] = []
@@ -203,6 +206,20 @@ def _rendezvous(pool: ResourcePool) -> tuple[str, int]:
 
 def _address_and_port() -> tuple[str, int]:
     return ray.util.get_node_ip_address(), free_port()
+
+
+def _allocator() -> dict[str, str]:
+    """Return the variables that give a worker the jemalloc of Ray's wheel, where there is one.
+
+    Tensors of ever other sizes leave holes in glibc's heap, and a worker grows by a few MiB a step. jemalloc that never
+    returns pages stays flat, and takes a tenth less CPU time.
+    """
+    library = Path(ray.__file__).parent / "core" / "libjemalloc.so"
+    if not library.is_file():
+        return {}
+    given = os.environ.get("LD_PRELOAD")
+    settings = "narenas:1,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0,thp:always"
+    return {"LD_PRELOAD": f"{library}:{given}" if given else str(library), "MALLOC_CONF": settings}
 
 
 def _cores(local_rank: int, count: int) -> tuple[int, ...]:

@@ -71,8 +71,8 @@ def _positions(trajectories: Sequence[Trajectory], positions: Sequence[Tensor]) 
     return Ragged(flat, offsets_of(torch.tensor(lengths, dtype=torch.int64)))
 
 
-def _score_row(trajectory: Trajectory) -> Tensor:
-    row = torch.zeros(len(trajectory.input_ids))
+def _score_row(trajectory: Trajectory) -> list[float]:
+    row = [0.0] * len(trajectory.input_ids)
     if trajectory.num_sampled:
         row[-1 - trajectory.loss_mask[::-1].index(1)] = trajectory.score
     return row
