@@ -1,9 +1,10 @@
 """Proportional memory (PSS) of all processes of a run: `python benchmarks/run_memory.py -- bash train_ppo.sh ...`.
 
-Prints the peak, what it was right after step 5 and at the end, and the same for each kind of process. Shared memory
-that processes map counts in their PSS.
+Prints the peak, what it was after step 5 and at the end (medians of 20 s, it goes up and down within a step), and the
+same for each kind of process. Shared memory that processes map counts in their PSS.
 """
 
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 
 INTERVAL_SECONDS = 1.0
+WINDOW = 20  # samples
 FROM_STEP = 5
 MIB = 2**20
 
@@ -50,6 +52,13 @@ def sample(root: int) -> Counter[str]:
     return found
 
 
+def median(samples: list[Counter[str]]) -> dict[str, float]:
+    """Return the median MiB of each kind of process, and of all together."""
+    kinds = {kind for found in samples for kind in found}
+    out = {kind: statistics.median(found[kind] for found in samples) / MIB for kind in kinds}
+    return out | {"all": statistics.median(found.total() for found in samples) / MIB}
+
+
 def main() -> None:
     """Run the command, sample, print."""
     command = sys.argv[sys.argv.index("--") + 1 :]
@@ -77,10 +86,11 @@ def main() -> None:
     print(f"{len(samples)} samples; peak {max(s.total() for _, s in samples) / MIB:.0f} MiB")
     after = [found for trained, found in samples if trained][:-4]  # the last ones see processes end
     if after:
-        first, last = after[0], after[-1]
-        print(f"from step {FROM_STEP} to the end: {first.total() / MIB:.0f} to {last.total() / MIB:.0f} MiB")
-        for kind in sorted(first | last, key=lambda kind: -last[kind]):
-            print(f"  {kind:24s} {first[kind] / MIB:7.0f} to {last[kind] / MIB:7.0f} MiB")
+        first, last = median(after[:WINDOW]), median(after[-WINDOW:])
+        growth = last["all"] / first["all"] - 1
+        print(f"from step {FROM_STEP} to the end: {first['all']:.0f} to {last['all']:.0f} MiB ({100 * growth:+.1f} %)")
+        for kind in sorted(first | last, key=lambda kind: -last.get(kind, 0.0)):
+            print(f"  {kind:24s} {first.get(kind, 0.0):7.0f} to {last.get(kind, 0.0):7.0f} MiB")
     sys.exit(process.returncode)
 
 

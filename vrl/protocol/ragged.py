@@ -115,8 +115,7 @@ def _joined(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Return all numbers of flat rows, one row behind the other; one array for all is far cheaper than one each."""
     numbers = itertools.chain.from_iterable(rows)
     name = str(dtype).removeprefix("torch.")
-    flat: npt.NDArray[Any] = np.fromiter(numbers, dtype=name, count=sum(map(len, rows)))
-    return torch.from_numpy(flat)
+    return torch.as_tensor(np.fromiter(numbers, dtype=name, count=sum(map(len, rows))))
 
 
 def _row_of(row: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
