@@ -3,6 +3,7 @@
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 STAGES = {
@@ -15,6 +16,9 @@ STAGES = {
     "turn loop, rendering, rows": ["timing_s/gen/loop"],
     "advantages (driver)": ["timing_s/adv"],
 }
+WORK = ("gen/engine", "forward", "backward", "optimizer")
+# What workers report of themselves; the rest of a step is rows on their way, calls, and the driver.
+INSIDE = (*WORK, "gen/loop", "reward", "data", "metrics", "update_weights", "adv")
 CALLS = ("gen", "update_actor", "update_critic", "update_weights", "old_log_prob", "ref", "values")
 
 
@@ -26,14 +30,20 @@ def main() -> None:
     for title, names in STAGES.items():
         shares = [sum(step.get(name, 0.0) for name in names) / step["timing_s/step"] for step in steps]
         print(f"{title:28s} {100 * statistics.median(shares):5.1f} %")
-    whole = [
-        sum(step.get(f"timing_s/{name}", 0.0) for name in ("gen/engine", "forward", "backward", "optimizer"))
-        / step["timing_s/step"]
-        for step in steps
-    ]
-    print(f"{'engine + learner':28s} {100 * statistics.median(whole):5.1f} %")
-    apart = [1 - sum(step.get(f"timing_s/{name}", 0.0) for name in CALLS) / step["timing_s/step"] for step in steps]
-    print(f"{'driver between calls':28s} {100 * statistics.median(apart):5.1f} %")
+    print(f"{'engine + learner':28s} {median_share(steps, WORK):5.1f} %")
+    print(f"{'transport, calls, driver':28s} {median_share(steps, ('step',), minus=INSIDE):5.1f} %")
+    print(f"{'driver between calls':28s} {median_share(steps, ('step',), minus=CALLS):5.1f} %")
+
+
+def median_share(steps: list[dict[str, float]], names: Sequence[str], minus: Sequence[str] = ()) -> float:
+    """Return the median percentage of a step that `timing_s/<names>` take, less what `minus` takes of it."""
+
+    def seconds(step: dict[str, float], stages: Sequence[str]) -> float:
+        return sum(step.get(f"timing_s/{stage}", 0.0) for stage in stages)
+
+    return 100 * statistics.median(
+        (seconds(step, names) - seconds(step, minus)) / step["timing_s/step"] for step in steps
+    )
 
 
 if __name__ == "__main__":

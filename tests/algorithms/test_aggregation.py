@@ -14,6 +14,12 @@ from vrl.algorithms.padded import from_padded
 NORM_LENGTH = 11.0
 
 
+def turn_ids_of(mask, offsets):
+    """A new turn with every second sampled token of a row, -1 on the others."""
+    rows = mask.split(offsets.diff().tolist())
+    return torch.cat([torch.where(row, (row.cumsum(0) - 1) // 2, -1) for row in rows]).int()
+
+
 @st.composite
 def cut_batches(draw):
     """Rows (mask lists), where to cut between them, and a seed for the numbers."""
@@ -32,7 +38,7 @@ def loss_of(name, log_probs, mask, offsets, mode, total):
         offsets=offsets,
     )
     per_token = get_policy_loss(name)(inputs, LossParams()).per_token
-    return aggregate(per_token, mask, offsets, mode, total, norm_length=NORM_LENGTH)
+    return aggregate(per_token, mask, offsets, mode, total, NORM_LENGTH, turn_ids_of(mask, offsets))
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -82,13 +88,15 @@ def test_rb4_loss_does_not_depend_on_the_padded_width(mode):
         mask[:, :3] = torch.tensor([[True, True, False], [True, True, True]])
         flat, offsets = from_padded(per_token)
         flat_mask = mask.reshape(-1)
-        values.append(aggregate(flat, flat_mask, offsets, mode, counts(flat_mask, offsets), norm_length=NORM_LENGTH))
+        total, turn_ids = counts(flat_mask, offsets), turn_ids_of(flat_mask, offsets)
+        values.append(aggregate(flat, flat_mask, offsets, mode, total, NORM_LENGTH, turn_ids))
     assert math.isclose(values[0], values[1], rel_tol=1e-6)
 
 
 def test_modes_by_hand():
     per_token = torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0])
     mask = torch.tensor([1, 1, 0, 1, 1, 1, 0]).bool()
+    turn_ids = torch.tensor([0, 0, -1, 0, 2, 2, 3])
     offsets = torch.tensor([0, 3, 6, 7])  # the last row has no sampled token
     expected = {
         "token-mean": 18 / 5,
@@ -96,12 +104,13 @@ def test_modes_by_hand():
         "seq-mean-token-sum": (3 + 15) / 2,
         "seq-mean-token-sum-norm": (3 + 15) / 2 / 10,
         "seq-mean-token-mean": (1.5 + 5) / 2,
+        "seq-mean-turn-mean-token-mean": (1.5 + (4 + 5.5) / 2) / 2,
     }
     assert set(expected) == set(AGGREGATION_MODES)
     for mode, value in expected.items():
         total = counts(mask, offsets)
         assert total == Counts(tokens=5, sequences=2)
-        assert math.isclose(aggregate(per_token, mask, offsets, mode, total, norm_length=10.0), value, rel_tol=1e-6)
+        assert math.isclose(aggregate(per_token, mask, offsets, mode, total, 10.0, turn_ids), value, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -109,7 +118,7 @@ def test_modes_by_hand():
 def test_rb5_part_without_trainable_token_is_zero(mode, total):
     per_token = torch.tensor([math.nan, math.inf, 1.0], requires_grad=True)
     mask, offsets = torch.zeros(3, dtype=torch.bool), torch.tensor([0, 0, 3])
-    loss = aggregate(per_token, mask, offsets, mode, total, norm_length=NORM_LENGTH)
+    loss = aggregate(per_token, mask, offsets, mode, total, NORM_LENGTH, turn_ids=torch.tensor([-1, 7, 0]))
     loss.backward()
     assert loss.item() == 0.0
     assert per_token.grad.tolist() == [0.0, 0.0, 0.0]
@@ -121,7 +130,8 @@ def test_rb5_part_without_trainable_token_is_zero(mode, total):
 def test_part_without_tokens_is_zero_and_has_a_graph(mode):
     per_token = torch.zeros(0, requires_grad=True)
     mask, offsets = torch.zeros(0, dtype=torch.bool), torch.tensor([0])
-    loss = aggregate(per_token, mask, offsets, mode, Counts(7, 3), norm_length=NORM_LENGTH)
+    no_turns = torch.zeros(0, dtype=torch.int32)
+    loss = aggregate(per_token, mask, offsets, mode, Counts(7, 3), NORM_LENGTH, no_turns)
     loss.backward()
     assert loss.item() == 0.0
 
@@ -132,7 +142,8 @@ def test_garbage_on_masked_tokens_does_not_leak(mode):
     grads = []
     for garbage in (0.0, math.nan, -math.inf):
         per_token = torch.tensor([1.0, garbage, 3.0], requires_grad=True)
-        aggregate(per_token, mask, offsets, mode, counts(mask, offsets), norm_length=NORM_LENGTH).backward()
+        total, turn_ids = counts(mask, offsets), torch.tensor([0, -1, 0])
+        aggregate(per_token, mask, offsets, mode, total, NORM_LENGTH, turn_ids).backward()
         grads.append(per_token.grad.tolist())
     assert grads[0] == grads[1] == grads[2]
     assert grads[0][1] == 0.0
@@ -152,3 +163,23 @@ def test_unknown_mode_and_missing_length_are_refused():
     for length in (None, 0.0):
         with pytest.raises(ValueError, match="loss_scale_factor"):
             aggregate(torch.ones(1), mask, offsets, "seq-mean-token-sum-norm", total, norm_length=length)
+
+
+def test_a_long_turn_weighs_no_more_than_a_short_one():
+    """Turns of 1 and 9 tokens: each gets half the gradient of the row, and the gap inside a turn is no border."""
+    mask = torch.tensor([True, False, *[True] * 4, False, *[True] * 5])
+    turn_ids = torch.tensor([0, -1, *[1] * 10])
+    per_token = torch.zeros(12, requires_grad=True)
+    offsets = torch.tensor([0, 12])
+    total = counts(mask, offsets)
+    aggregate(per_token, mask, offsets, "seq-mean-turn-mean-token-mean", total, turn_ids=turn_ids).backward()
+    torch.testing.assert_close(per_token.grad, torch.where(mask, torch.tensor([0.5] + [0.5 / 9] * 11), 0.0))
+
+
+def test_turn_mean_needs_turn_ids():
+    mask, offsets = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    total, mode = counts(mask, offsets), "seq-mean-turn-mean-token-mean"
+    with pytest.raises(ValueError, match=f"loss_agg_mode={mode} needs turn_ids"):
+        aggregate(torch.ones(2), mask, offsets, mode, total)
+    with pytest.raises(ValueError, match=r"row 0 has \[1, 0\]"):
+        aggregate(torch.ones(2), mask, offsets, mode, total, turn_ids=torch.tensor([1, 0]))

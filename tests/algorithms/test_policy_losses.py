@@ -1,17 +1,17 @@
-"""Every policy loss and the value loss against slow float64 loops, and the requirements on clips, masks and ratios."""
+"""The requirements on the policy losses: clips, masks, ratios, missing inputs; pairs and groups of whole-row losses."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vrl.algorithms.aggregation import aggregate, counts, token_sums
 from vrl.algorithms.losses.registry import LossInputs, LossParams, get_policy_loss, known_policy_losses
 from vrl.algorithms.losses.value_loss import value_loss
 
-GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
+ALL = [get_policy_loss(name) for name in known_policy_losses()]
+OVER_TOKENS = [loss for loss in ALL if not loss.needs_whole_groups]
 
 
 def tokens(log_ratios, advantages, mask=None):
@@ -26,122 +26,28 @@ def tokens(log_ratios, advantages, mask=None):
     )
 
 
+def completed(loss, inputs):
+    """With everything that this loss needs: tokens of its own choice, one group, the policy of before as reference."""
+    if loss.needs_whole_groups:
+        rows = inputs.offsets.numel() - 1
+        inputs = dataclasses.replace(
+            inputs,
+            ref_log_probs=inputs.old_log_probs,
+            group=torch.zeros(rows, dtype=torch.int64),
+            scores=torch.arange(rows, dtype=torch.float32),
+            rollout_is_weights=None,
+        )
+    return dataclasses.replace(inputs, selected=loss.select(inputs, LossParams(), torch.Generator()))
+
+
+def pair(log_ratios, **changes):
+    """Two rows of one token each, one group, scores 0 and 1."""
+    inputs = dataclasses.replace(tokens(log_ratios, [1.0, 1.0]), offsets=torch.tensor([0, 1, 2]))
+    return dataclasses.replace(completed(get_policy_loss("dpo"), inputs), **changes)
+
+
 def token_mean(inputs, outputs):
     return aggregate(outputs.per_token, inputs.mask, inputs.offsets, "token-mean", counts(inputs.mask, inputs.offsets))
-
-
-@st.composite
-def ragged_losses(draw):
-    """Random rows in float64, garbage wherever nothing was sampled."""
-    masks = draw(st.lists(st.lists(st.booleans(), max_size=7), min_size=1, max_size=5))
-    mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    garbage = draw(st.sampled_from(GARBAGE))
-
-    def normal(scale):
-        x = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale
-        return torch.where(mask, x, garbage)
-
-    old = normal(1.0)
-    return LossInputs(
-        log_probs=(old + normal(draw(st.sampled_from([0.1, 1.0, 12.0])))).requires_grad_(),
-        old_log_probs=old,
-        advantages=normal(draw(st.sampled_from([0.0, 1.0]))),
-        mask=mask,
-        offsets=torch.tensor([0, *(len(row) for row in masks)]).cumsum(0),
-        rollout_is_weights=normal(1.0).abs() + 0.1 if draw(st.booleans()) else None,
-    )
-
-
-def clip(x, low, high):
-    """In torch scalars, with the gradient of the clamp."""
-    return x.clamp(low, high)
-
-
-def slow_token(name, x, old, advantage, p):
-    """Loss of one token from 0-dim tensors."""
-    ratio = clip(x - old, -20.0, 20.0).exp()
-    if name == "vanilla":
-        loss = torch.maximum(-advantage * ratio, -advantage * clip(ratio, 1 - p.clip_ratio_low, 1 + p.clip_ratio_high))
-        return torch.minimum(loss, -advantage * p.clip_ratio_c) if advantage < 0 else loss
-    if name == "cispo":
-        return -clip(ratio, 1 - p.clip_ratio_low, 1 + p.clip_ratio_high).detach() * advantage * x
-    if name == "sapo":
-        tau = p.tau_pos if advantage > 0 else p.tau_neg
-        return -advantage * 4.0 / tau / (1.0 + (-tau * (ratio - 1.0)).exp())
-    return -advantage * x
-
-
-def slow_row(name, x, old, advantages, p):
-    """Losses of the sampled tokens of one row."""
-    if name == "gspo":
-        sequence = (x - old).detach().mean()
-        ratio = [clip(t - t.detach() + sequence, -math.inf, 10.0).exp() for t in x]
-        clipped = [clip(r, 1 - p.clip_ratio_low, 1 + p.clip_ratio_high) for r in ratio]
-        return [torch.maximum(-a * r, -a * c) for a, r, c in zip(advantages, ratio, clipped, strict=True)]
-    if name == "geo_mean":
-        bounded = []
-        for t, o, a in zip(x, old, advantages, strict=True):
-            held = clip(t - o, -p.clip_ratio_low, p.clip_ratio_high)
-            bounded.append(torch.minimum(t - o, held) if a > 0 else torch.maximum(t - o, held) if a < 0 else 0.0 * t)
-        return [-advantages.mean() * torch.stack(bounded).mean().exp()] * len(x)
-    return [slow_token(name, t, o, a, p) for t, o, a in zip(x, old, advantages, strict=True)]
-
-
-def slow_loss(name, inputs, log_probs, params):
-    """Per-token loss by rows and tokens; 0 where nothing was sampled."""
-    out = [torch.zeros((), dtype=torch.float64)] * inputs.mask.numel()
-    for start, end in zip(inputs.offsets[:-1].tolist(), inputs.offsets[1:].tolist(), strict=True):
-        at = [t for t in range(start, end) if inputs.mask[t]]
-        if not at:
-            continue
-        losses = slow_row(name, log_probs[at], inputs.old_log_probs[at], inputs.advantages[at], params)
-        weights = torch.ones(len(at)) if inputs.rollout_is_weights is None else inputs.rollout_is_weights[at]
-        if name == "geo_mean":
-            weights = torch.full((len(at),), float(weights.log().mean().exp()), dtype=torch.float64)
-        for t, loss, weight in zip(at, losses, weights, strict=True):
-            out[t] = loss * weight
-    return torch.stack(out) if out else torch.zeros(0, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", known_policy_losses())
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(inputs=ragged_losses())
-def test_policy_loss_equals_slow_loops(name, inputs):
-    params = LossParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=2.5, tau_pos=1.5, tau_neg=2.0)
-    outputs = get_policy_loss(name)(inputs, params)
-    outputs.per_token.sum().backward()
-    log_probs = inputs.log_probs.detach().clone().requires_grad_()
-    expected = slow_loss(name, inputs, log_probs, params)
-    torch.testing.assert_close(outputs.per_token.detach(), expected.detach(), rtol=1e-9, atol=1e-9)
-    if expected.requires_grad:
-        expected.sum().backward()
-        torch.testing.assert_close(inputs.log_probs.grad, log_probs.grad, rtol=1e-8, atol=1e-8)
-    for values in outputs.metrics.values():
-        assert values[~inputs.mask].tolist() == [0.0] * int((~inputs.mask).sum())
-        assert not values.requires_grad
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(inputs=ragged_losses(), cliprange=st.sampled_from([0.0, 0.2, 5.0]))
-def test_value_loss_equals_slow_loops(inputs, cliprange):
-    old, returns = inputs.old_log_probs, inputs.advantages
-    values = inputs.log_probs
-    outputs = value_loss(values, old, returns, inputs.mask, cliprange)
-    outputs.per_token.sum().backward()
-    expected, grad = [], []
-    for t in range(inputs.mask.numel()):
-        if not inputs.mask[t]:
-            expected.append(0.0)
-            grad.append(0.0)
-            continue
-        v, o, r = values[t].item(), old[t].item(), returns[t].item()
-        held = min(max(v, o - cliprange), o + cliprange)
-        expected.append(0.5 * max((v - r) ** 2, (held - r) ** 2))
-        inside = abs(v - o) <= cliprange
-        grad.append(v - r if inside or (v - r) ** 2 > (held - r) ** 2 else 0.0)
-    torch.testing.assert_close(outputs.per_token.detach(), torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(values.grad, torch.tensor(grad, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +81,25 @@ def test_other_impossible_settings_are_refused():
         LossParams(clip_ratio_low=-0.1)
     with pytest.raises(ValueError, match="tau_pos and tau_neg"):
         LossParams(tau_neg=0.0)
+    for wrong in (
+        {"clip_cov_ratio": 1.5},
+        {"kl_cov_ratio": -0.1},
+        {"clip_cov_lb": 5.0},
+        {"dro_beta": 0.0},
+        {"tba_beta": 0.0},
+        {"dpo_beta": -1.0},
+        {"dpo_loss_type": "hinge"},
+        {"dpo_label_smoothing": 0.5},
+        {"dpo_label_smoothing": 0.1, "dpo_loss_type": "ipo"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            LossParams(**wrong)
     with pytest.raises(ValueError, match="cliprange_value"):
         value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), -0.5)
 
 
-@pytest.mark.parametrize("name", known_policy_losses())
-def test_rb5_batch_without_trainable_token_is_zero(name):
+@pytest.mark.parametrize("loss", ALL, ids=known_policy_losses())
+def test_rb5_batch_without_trainable_token_is_zero(loss):
     inputs = LossInputs(
         log_probs=torch.tensor([math.nan, math.inf, -1.0], requires_grad=True),
         old_log_probs=torch.tensor([math.nan, -1.0, math.inf]),
@@ -189,10 +108,10 @@ def test_rb5_batch_without_trainable_token_is_zero(name):
         offsets=torch.tensor([0, 2, 3]),
         rollout_is_weights=torch.tensor([math.nan, 0.0, math.inf]),
     )
-    outputs = get_policy_loss(name)(inputs, LossParams())
-    loss = token_mean(inputs, outputs)
-    loss.backward()
-    assert loss.item() == 0.0
+    outputs = loss(completed(loss, inputs), LossParams())
+    total = token_mean(inputs, outputs)
+    total.backward()
+    assert total.item() == 0.0
     assert inputs.log_probs.grad.tolist() == [0.0, 0.0, 0.0]
     assert all(total.item() == 0.0 for total in token_sums(outputs.metrics, inputs.mask).values())
 
@@ -211,28 +130,104 @@ def test_rb9_a_mask_of_another_kind_is_refused():
         LossInputs(advantages=torch.ones(3), mask=torch.ones(2).bool(), **wrong)
 
 
-@pytest.mark.parametrize("name", known_policy_losses())
-def test_rb11_on_policy_ratio_is_one(name):
+@pytest.mark.parametrize("loss", OVER_TOKENS, ids=[loss.name for loss in OVER_TOKENS])
+def test_rb11_on_policy_ratio_is_one(loss):
     """Unchanged weights: the gradient is the plain policy gradient -A and no token counts as clipped."""
     inputs = tokens([0.0] * 4, [1.0, 1.0, 1.0, 1.0])
-    outputs = get_policy_loss(name)(inputs, LossParams())
+    outputs = loss(completed(loss, inputs), LossParams())
     outputs.per_token.sum().backward()
     torch.testing.assert_close(inputs.log_probs.grad, torch.full((4,), -1.0))
     assert all(values.sum() == 0.0 for values in outputs.metrics.values())
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "sapo", "geo_mean"])
+@pytest.mark.parametrize("loss", [loss for loss in ALL if loss.needs_whole_groups], ids=["dpo", "tba"])
+def test_importance_weights_have_no_place_in_losses_over_whole_rows(loss):
+    inputs = pair([0.0, 0.0], rollout_is_weights=torch.ones(2))
+    with pytest.raises(ValueError, match=rf"{loss.name} has no place for importance weights: set .*rollout_is=null"):
+        loss(inputs, LossParams())
+
+
+@pytest.mark.parametrize("loss", ALL, ids=known_policy_losses())
 @pytest.mark.parametrize("gap", [130.0, -130.0])
-def test_far_off_token_stays_finite(name, gap):
+def test_far_off_token_stays_finite(loss, gap):
     for advantage in (1.0, -1.0):
-        inputs = tokens([gap, 0.0], [advantage, advantage])
-        outputs = get_policy_loss(name)(inputs, LossParams())
+        inputs = dataclasses.replace(tokens([gap, 0.0], [advantage, advantage]), offsets=torch.tensor([0, 1, 2]))
+        outputs = loss(completed(loss, inputs), LossParams())
         outputs.per_token.sum().backward()
         assert torch.isfinite(outputs.per_token).all()
         assert torch.isfinite(inputs.log_probs.grad).all()
 
 
-@pytest.mark.parametrize("name", known_policy_losses())
-def test_nan_on_a_sampled_token_is_not_hidden(name):
-    inputs = tokens([math.nan, 0.0], [1.0, 1.0])
-    assert torch.isnan(token_mean(inputs, get_policy_loss(name)(inputs, LossParams())))
+@pytest.mark.parametrize("loss", ALL, ids=known_policy_losses())
+def test_nan_on_a_sampled_token_is_not_hidden(loss):
+    inputs = dataclasses.replace(tokens([math.nan, 0.0], [1.0, 1.0]), offsets=torch.tensor([0, 1, 2]))
+    assert torch.isnan(token_mean(inputs, loss(completed(loss, inputs), LossParams())))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "remedy"),
+    [
+        ("clip_cov", "selected", "call select on all rows of the mini-batch"),
+        ("kl_cov", "selected", "call select on all rows of the mini-batch"),
+        ("tba", "ref_log_probs", "give the run a reference policy"),
+        ("dpo", "ref_log_probs", "give the run a reference policy"),
+        ("tba", "group", "whole groups in one micro-batch"),
+        ("dpo", "scores", "the rewards of the rows"),
+    ],
+)
+def test_missing_inputs_are_named_with_a_way_out(name, missing, remedy):
+    loss = get_policy_loss(name)
+    inputs = dataclasses.replace(completed(loss, pair([0.0, 0.0])), **{missing: None})
+    with pytest.raises(ValueError, match=f"policy loss {name} needs {missing}: .*{remedy}"):
+        loss(inputs, LossParams())
+
+
+@pytest.mark.parametrize("name", ["ref_log_probs", "selected", "group", "scores"])
+def test_optional_inputs_of_another_length_are_refused(name):
+    inputs = pair([0.0, 0.0])
+    with pytest.raises((ValueError, TypeError), match=name):  # TypeError: from the shape checks of the test run
+        dataclasses.replace(inputs, **{name: getattr(inputs, name)[:1]})
+
+
+def test_dpo_trains_the_larger_score_up_and_ties_go_to_the_first():
+    for scores, sign in (([0.0, 1.0], 1.0), ([1.0, 0.0], -1.0), ([1.0, 1.0], -1.0)):
+        inputs = pair([0.0, 0.0], scores=torch.tensor(scores))
+        outputs = get_policy_loss("dpo")(inputs, LossParams(dpo_beta=0.5))
+        outputs.per_row.mean().backward()
+        torch.testing.assert_close(inputs.log_probs.grad, torch.tensor([sign, -sign]) * 0.25)
+        torch.testing.assert_close(outputs.per_row.detach(), torch.full((2,), math.log(2.0), dtype=torch.float64))
+
+
+def test_dpo_refuses_more_than_two_rows_and_leaves_a_row_alone_untrained():
+    three = dataclasses.replace(tokens([0.0] * 3, [1.0] * 3), offsets=torch.tensor([0, 1, 2, 3]))
+    three = completed(get_policy_loss("dpo"), three)
+    with pytest.raises(ValueError, match=r"got a group of 3 rows: set actor_rollout_ref\.rollout\.n=2"):
+        get_policy_loss("dpo")(three, LossParams())
+    alone = pair([0.3, 0.0], group=torch.tensor([4, 9]))
+    outputs = get_policy_loss("dpo")(alone, LossParams())
+    outputs.per_row.sum().backward()
+    assert outputs.per_row.tolist() == [0.0, 0.0]
+    assert alone.log_probs.grad.tolist() == [0.0, 0.0]
+
+
+def test_losses_over_whole_rows_do_not_depend_on_where_rows_stand():
+    """Interleaved groups, and each group in a micro-batch of its own, give the losses of the rows in order."""
+    row = torch.arange(8)
+    group = row // 2
+    for name in ("tba", "dpo"):
+        losses = {}
+        for order in (row, torch.tensor([0, 2, 4, 6, 1, 3, 5, 7]), row[:2], row[2:]):
+            old = torch.full((8,), -1.0)
+            inputs = LossInputs(
+                log_probs=(old + 0.1 * row)[order],
+                old_log_probs=old[order],
+                advantages=old[order],
+                mask=torch.ones(len(order), dtype=torch.bool),
+                offsets=torch.arange(len(order) + 1),
+                ref_log_probs=old[order],
+                group=group[order],
+                scores=(row * 3 % 5).float()[order],
+            )
+            per_row = get_policy_loss(name)(inputs, LossParams(tba_beta=1.0)).per_row
+            for index, value in zip(order.tolist(), per_row.tolist(), strict=True):
+                assert losses.setdefault(index, value) == pytest.approx(value, rel=1e-12)

@@ -76,3 +76,25 @@ def test_padded_and_back():
         [1.0, -1.0],
         [2.0, 3.0],
     ]
+
+
+def test_turns_are_runs_of_one_turn_id_inside_a_row():
+    turn_ids = torch.tensor([0, 0, 2, 2, 2, 5], dtype=torch.int32)
+    turns = segments.Turns.of(turn_ids, torch.tensor([0, 3, 0, 3, 0]))  # the turn 2 of row 1 ends with its row
+    assert turns.offsets.tolist() == [0, 2, 3, 5, 6]
+    assert turns.lengths.tolist() == [2, 1, 2, 1]
+    assert turns.row.tolist() == [1, 1, 3, 3]
+    assert turns.ids.tolist() == [0, 2, 2, 5]
+    assert turns.per_row.tolist() == [0, 2, 0, 2, 0]
+
+
+def test_no_sampled_token_is_no_turn():
+    turns = segments.Turns.of(torch.zeros(0, dtype=torch.int32), torch.tensor([0, 0]))
+    assert (turns.offsets.tolist(), turns.row.tolist(), turns.per_row.tolist()) == ([0], [], [0, 0])
+
+
+def test_groups_of_pairs():
+    groups = segments.Groups.of_pairs(torch.tensor([0, 1, 0, 1, 0]), torch.tensor([-7, -7, 9, -7, -7]))
+    assert groups.alone.tolist() == [False, False, True, False, False]
+    assert groups.index[0] == groups.index[4] != groups.index[1]
+    assert groups.index[1] == groups.index[3]

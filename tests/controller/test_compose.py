@@ -58,7 +58,7 @@ def test_what_a_run_writes_down_loads_back_equal(name: str, tmp_path: Path):
 def test_the_text_holds_every_key():
     composed = load("tiny_vl_grpo")
     assert yaml.safe_load(yaml_text(composed.values)).keys() == composed.values.keys()
-    assert "train_batch_size: 32" in yaml_text(composed.values)
+    assert "train_batch_size: 48" in yaml_text(composed.values)
 
 
 def test_the_default_run_with_a_critic_only_needs_the_estimator():

@@ -21,6 +21,7 @@ from vrl.protocol.columns import (
     POSITION_IDS,
     REF_LOG_PROBS,
     ROLLOUT_LOG_PROBS,
+    TURN_IDS,
 )
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.ragged import Ragged
@@ -59,6 +60,7 @@ def rows_of(context: BuildContext, kind: str) -> DataProto:
         OLD_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
         REF_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
         ROLLOUT_LOG_PROBS: noise(0.1),
+        TURN_IDS: Ragged.from_rows([[k - 1 for k in mask] for mask in masks], torch.int32),
     }
     if positions[0] is not None:
         columns[POSITION_IDS] = Ragged(torch.cat([torch.as_tensor(p) for p in positions]), column.offsets)

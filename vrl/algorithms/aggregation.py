@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from vrl.algorithms import segments
@@ -21,6 +21,7 @@ AGGREGATION_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
+    "seq-mean-turn-mean-token-mean",
 )
 
 
@@ -49,15 +50,19 @@ def aggregate(
     mode: str,
     global_counts: Counts,
     norm_length: float | None = None,
+    turn_ids: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, ""]:
     """This part's share of the mini-batch loss under `loss_agg_mode=mode`.
 
     token-mean: sum of all tokens / tokens. token-sum: the sum. seq-mean-token-sum: token sum of each sequence, mean
     over sequences. seq-mean-token-sum-norm: the same divided by `norm_length` tokens. seq-mean-token-mean: token mean
-    of each sequence, mean over sequences. Sequences without a sampled token count nowhere. A part without any gives 0
-    with a zero gradient, and values on masked tokens reach neither loss nor gradient.
+    of each sequence, mean over sequences. seq-mean-turn-mean-token-mean: token mean of each turn, mean over the turns
+    of a sequence, mean over sequences, so that a long turn weighs no more than a short one. Sequences and turns without
+    a sampled token count nowhere. A part without any gives 0 with a zero gradient, and values on masked tokens reach
+    neither loss nor gradient.
 
-    Raises ValueError for an unknown mode and for seq-mean-token-sum-norm without a positive `norm_length`.
+    Raises ValueError for an unknown mode, for seq-mean-token-sum-norm without a positive `norm_length`, and for
+    seq-mean-turn-mean-token-mean without `turn_ids` (k on the sampled tokens of turn k) or with ids that go down.
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(AGGREGATION_MODES)}")
@@ -66,7 +71,25 @@ def aggregate(
     if mode == "seq-mean-token-mean":
         row_weight = 1.0 / segments.row_counts(mask, offsets).clamp(min=1).to(wide)
         kept = kept * segments.spread(row_weight, offsets, kept.numel())
+    elif mode == "seq-mean-turn-mean-token-mean":
+        kept = kept * _turn_weights(mask, offsets, turn_ids).to(wide)
     return kept.sum() / _divisor(mode, global_counts, norm_length)
+
+
+def _turn_weights(
+    mask: Bool[Tensor, " T"], offsets: Int64[Tensor, " B1"], turn_ids: Int[Tensor, " T"] | None
+) -> Float[Tensor, " T"]:
+    """1 / (tokens of the turn * turns of the row) on sampled tokens, 0 elsewhere; float64."""
+    if turn_ids is None:
+        raise ValueError(
+            "loss_agg_mode=seq-mean-turn-mean-token-mean needs turn_ids: give it the turn of each sampled token, "
+            "or choose seq-mean-token-mean"
+        )
+    positions = mask.nonzero().squeeze(1)
+    turns = segments.Turns.of(turn_ids.index_select(0, positions), segments.row_counts(mask, offsets))
+    weights = 1.0 / (turns.lengths * turns.per_row[turns.row]).double()
+    sampled = segments.spread(weights, turns.offsets, positions.numel())
+    return weights.new_zeros(mask.shape).scatter_(0, positions, sampled)
 
 
 def _divisor(mode: str, global_counts: Counts, norm_length: float | None) -> float:

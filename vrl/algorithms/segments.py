@@ -1,13 +1,13 @@
 """Reductions and scans over the rows of flat ragged tensors, for the advantage estimators, losses and aggregation.
 
-Shape letters: B rows, B1 = B + 1 row borders, T tokens, N sampled tokens (mask true) in row order.
+Shape letters: B rows, B1 = B + 1 row borders, T tokens, N sampled tokens (mask true) in row order, K turns, G groups.
 """
 
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 _BLOCK = 64  # tokens a block of the scan; at 64 the matrix product costs about as much as moving the data
@@ -77,7 +77,7 @@ def reverse_scan(x: Float[Tensor, " N"], counts: Int64[Tensor, " B"], decay: flo
     if x.numel() == 0:
         return x.clone()
     blocks_of_row = (counts + _BLOCK - 1) // _BLOCK
-    place = _block_places(counts, blocks_of_row, x.numel())
+    place = places((blocks_of_row.cumsum(0) - blocks_of_row) * _BLOCK, counts, x.numel())
     blocks = x.new_zeros(int(blocks_of_row.sum()), _BLOCK)
     blocks.view(-1).scatter_(0, place, x)
     steps = torch.arange(_BLOCK + 1, device=x.device)
@@ -89,11 +89,9 @@ def reverse_scan(x: Float[Tensor, " N"], counts: Int64[Tensor, " B"], decay: flo
     return solved.view(-1).index_select(0, place)
 
 
-def _block_places(counts: Int64[Tensor, " B"], blocks_of_row: Int64[Tensor, " B"], total: int) -> Int64[Tensor, " N"]:
-    """Where each token stands when every row starts on a new block."""
-    block_start = (blocks_of_row.cumsum(0) - blocks_of_row) * _BLOCK
-    row_start = counts.cumsum(0) - counts
-    shift = torch.repeat_interleave(block_start - row_start, counts, output_size=total)
+def places(starts: Int64[Tensor, " B"], counts: Int64[Tensor, " B"], total: int) -> Int64[Tensor, " N"]:
+    """Where each of the `total` tokens stands when row b of `counts[b]` tokens begins at `starts[b]`."""
+    shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts, output_size=total)
     return shift.add_(torch.arange(total, device=counts.device))
 
 
@@ -123,6 +121,50 @@ def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"], eps: float = 1e-8) 
 
 @final
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The K turns of a batch in row order: runs of sampled tokens of one row with the same turn id.
+
+    `offsets [K+1]` are their borders in the N sampled tokens, `row [K]` and `ids [K]` their rows and turn ids, and row
+    b has `per_row[b]` turns. A turn of which no token is in the mask is no turn here.
+    """
+
+    offsets: Int64[Tensor, " K1"]
+    row: Int64[Tensor, " K"]
+    ids: Int64[Tensor, " K"]
+    per_row: Int64[Tensor, " B"]
+
+    @classmethod
+    def of(cls, turn_ids: Int[Tensor, " N"], counts: Int64[Tensor, " B"]) -> "Turns":
+        """From the turn ids of the sampled tokens; row b has `counts[b]` of them.
+
+        ValueError unless the ids are 0 or more and never go down inside a row. Reads values, so it waits for a GPU.
+        """
+        ends = counts.cumsum(0)
+        first = torch.ones_like(turn_ids, dtype=torch.bool)
+        first[1:] = turn_ids[1:] != turn_ids[:-1]
+        first[(ends - counts)[counts > 0]] = True
+        starts = first.nonzero().squeeze(1)
+        row = torch.searchsorted(ends, starts, right=True)
+        ids = turn_ids.index_select(0, starts).long()
+        wrong = ids < 0
+        wrong[1:] |= (row.diff() == 0) & (ids.diff() < 0)
+        if bool(wrong.any()):
+            k = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"turn_ids must be 0, 1, 2, ... on the sampled tokens of a row and never go down, "
+                f"but row {int(row[k])} has {ids[row == row[k]].tolist()}"
+            )
+        offsets = torch.nn.functional.pad(starts, (0, 1), value=turn_ids.numel())
+        return cls(offsets=offsets, row=row, ids=ids, per_row=torch.bincount(row, minlength=counts.numel()))
+
+    @property
+    def lengths(self) -> Int64[Tensor, " K"]:
+        """Sampled tokens of each turn."""
+        return self.offsets.diff()
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Groups:
     """Rows by group: `index [B]` numbers groups from 0 (their rows need not be neighbours), `sizes [G]` counts rows."""
 
@@ -134,6 +176,12 @@ class Groups:
         """From any integer group ids."""
         _, index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         return cls(index=index, sizes=sizes)
+
+    @classmethod
+    def of_pairs(cls, index: Int64[Tensor, " B"], ids: Int64[Tensor, " B"]) -> "Groups":
+        """By two numbers, of which `index` is at least 0."""
+        _, second = torch.unique(ids, return_inverse=True)
+        return cls.of(index * max(ids.numel(), 1) + second)
 
     @property
     def alone(self) -> Bool[Tensor, " B"]:
@@ -168,3 +216,8 @@ class Groups:
         """Standard deviation (n - 1) of each row's group; 1 for a group of one."""
         squares = self.sum(self.centred(x).square()) / (self.sizes - 1).clamp(min=1)
         return torch.where(self.alone, 1.0, squares.sqrt()[self.index])
+
+    def normalised(self, x: Float[Tensor, " B"], eps: float, *, by_std: bool = True) -> Float[Tensor, " B"]:
+        """(x - group mean) / (group std + eps), or without the division. Equal values give 0, a value alone stays."""
+        centred = self.centred(x)
+        return centred / (self.std(x) + eps) if by_std else centred

@@ -20,6 +20,7 @@ from vrl.protocol.columns import (
     RETURNS,
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
+    TURN_IDS,
     UID,
     VALUES,
 )
@@ -78,6 +79,7 @@ class Advantage:
             group=torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64),
             offsets=batch.ragged(INPUT_IDS).offsets,
             values=batch.ragged(VALUES).values if VALUES in batch else None,
+            turn_ids=batch.ragged(TURN_IDS).values,
         )
         outputs = self.estimator(inputs, self.params)
         return DataProto(

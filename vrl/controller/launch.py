@@ -2,10 +2,10 @@
 
 import ray
 
-from vrl.algorithms.advantages.registry import known_advantages
+from vrl.algorithms.advantages.registry import AdvantageEstimator, get_advantage, known_advantages
 from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
-from vrl.algorithms.losses.registry import known_policy_losses
+from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
 from vrl.controller.prepare import prepare
 from vrl.controller.run import assembled, pool_spec
 from vrl.controller.run_folder import RunFolder
@@ -41,13 +41,26 @@ def fine_tune(config: Config, gpus: bool) -> str:
 
 
 def known_names() -> KnownNames:
-    """Return the names that the registries hold."""
+    """Return the names in the registries that a run can feed: greedy baselines, states and whole groups are missing."""
     return KnownNames(
-        adv_estimators=known_advantages(),
-        policy_losses=known_policy_losses(),
+        adv_estimators=[name for name in known_advantages() if _can_feed(get_advantage(name))],
+        policy_losses=[
+            loss.name
+            for loss in map(get_policy_loss, known_policy_losses())
+            if not (loss.needs_selection or loss.needs_whole_groups or loss.needs_ref_log_probs)
+        ],
         loss_agg_modes=AGGREGATION_MODES,
         kl_estimators=KL_ESTIMATORS,
         loggers=LOGGERS,
+    )
+
+
+def _can_feed(estimator: AdvantageEstimator) -> bool:
+    return not (
+        estimator.needs_reward_baselines
+        or estimator.needs_state_ids
+        or estimator.needs_reward_components
+        or estimator.needs_sum_pi_squared
     )
 
 

@@ -211,8 +211,8 @@ def _address_and_port() -> tuple[str, int]:
 def _allocator() -> dict[str, str]:
     """Return the variables that give a worker the jemalloc of Ray's wheel, where there is one.
 
-    Tensors of ever other sizes leave holes in glibc's heap, and a worker grows by a few MiB a step. With jemalloc it stays
-    flat; pages go back after 20 s, because those kept for good are never joined to larger ones, and taking them anew
+    Tensors of ever other sizes leave holes in glibc's heap, and a worker grows by a few MiB a step. With jemalloc it
+    stays flat. Pages go back after 20 s: those kept for good are never joined to larger ones, and to take them anew
     every step would cost a tenth of the time.
     """
     library = Path(ray.__file__).parent / "core" / "libjemalloc.so"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -21,6 +22,7 @@ from vrl.protocol.columns import (
     REF_LOG_PROBS,
     RETURNS,
     ROLLOUT_LOG_PROBS,
+    TURN_IDS,
     VALUES,
 )
 from vrl.protocol.dataproto import DataProto
@@ -81,15 +83,23 @@ class PolicyObjective:
         result = self.loss(inputs, self.params)
         per_token = result.per_token
         # A loss whose paper fixes the aggregation brings its own; the other terms follow the setting.
-        total = self._aggregate(per_token, inputs, totals, self.loss.aggregation or self.mode)
+        share = partial(
+            aggregation.aggregate,
+            mask=inputs.mask,
+            offsets=inputs.offsets,
+            global_counts=totals,
+            norm_length=self.norm_length,
+            turn_ids=_column(rows, TURN_IDS, device),
+        )
+        total = share(per_token, mode=self.loss.aggregation or self.mode)
         sums = dict(aggregation.token_sums(dict(result.metrics), inputs.mask))
         sums["pg_loss"] = total.detach()
         sums["entropy"] = (entropy.detach() * inputs.mask).sum()
         if self.entropy_coeff:
-            total = total - self.entropy_coeff * self._aggregate(entropy, inputs, totals, self.mode)
+            total = total - self.entropy_coeff * share(entropy, mode=self.mode)
         if self.kl_coef is not None:
             kl = kl_estimate(log_probs, _column(rows, REF_LOG_PROBS, device), inputs.mask, self.kl_type)
-            kl_term = self._aggregate(kl, inputs, totals, self.mode)
+            kl_term = share(kl, mode=self.mode)
             sums["kl_loss"] = kl_term.detach()
             total = total + self.kl_coef * kl_term
         maxima = {}
@@ -98,9 +108,6 @@ class PolicyObjective:
             sums |= {"diff": difference.sum(), "diff_square": difference.double().square().sum()}
             maxima["diff"] = difference.max()
         return LossOutput(total, sums, maxima)
-
-    def _aggregate(self, per_token: Tensor, inputs: LossInputs, totals: Counts, mode: str) -> Tensor:
-        return aggregation.aggregate(per_token, inputs.mask, inputs.offsets, mode, totals, self.norm_length)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
         """Return means over the sampled tokens as `actor/*`; on-policy also `training/rollout_probs_diff_*`."""
@@ -135,7 +142,8 @@ class ValueObjective:
         old, returns = _column(rows, VALUES, device), _column(rows, RETURNS, device)
         result = value_loss(values, old, returns, mask, self.cliprange_value)
         offsets = rows.ragged(INPUT_IDS).offsets.to(device)
-        loss = aggregation.aggregate(result.per_token, mask, offsets, self.mode, totals, self.norm_length)
+        turns = _column(rows, TURN_IDS, device)
+        loss = aggregation.aggregate(result.per_token, mask, offsets, self.mode, totals, self.norm_length, turns)
         sums = dict(aggregation.token_sums(dict(result.metrics), mask))
         sums |= {"vf_loss": loss.detach(), "vpred_mean": (values.detach() * mask).sum()}
         return LossOutput(loss, sums)
@@ -205,5 +213,5 @@ def _column(rows: DataProto, name: str, device: torch.device) -> Tensor:
     return rows.ragged(name).values.to(device)
 
 
-REQUIRED_BY_POLICY: Sequence[str] = (INPUT_IDS, LOSS_MASK, ADVANTAGES, ROLLOUT_LOG_PROBS)
-REQUIRED_BY_VALUE: Sequence[str] = (INPUT_IDS, LOSS_MASK, VALUES, RETURNS)
+REQUIRED_BY_POLICY: Sequence[str] = (INPUT_IDS, LOSS_MASK, TURN_IDS, ADVANTAGES, ROLLOUT_LOG_PROBS)
+REQUIRED_BY_VALUE: Sequence[str] = (INPUT_IDS, LOSS_MASK, TURN_IDS, VALUES, RETURNS)

@@ -10,10 +10,7 @@ def grpo(inputs: AdvantageInputs, params: AdvantageParams) -> AdvantageOutputs:
 
     A group of equal scores gives exactly 0. A group of one has mean 0 and std 1, so that its advantage is its score.
     """
-    scores = inputs.scores()
     groups = Groups.of(inputs.group)
-    advantages = groups.centred(scores)
-    if params.norm_adv_by_std:
-        advantages = advantages / (groups.std(scores) + params.eps)
+    advantages = groups.normalised(inputs.scores(), params.eps, by_std=params.norm_adv_by_std)
     per_token = inputs.per_token(advantages)
     return AdvantageOutputs(advantages=per_token, returns=per_token)

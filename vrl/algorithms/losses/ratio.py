@@ -7,12 +7,12 @@ from torch import Tensor
 from vrl.algorithms.losses.registry import LossInputs
 
 # exp(20) is beyond any clip range and exp(89) leaves float32: the bound keeps a far-off token finite, nothing more.
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(inputs: LossInputs) -> Float[Tensor, " T"]:
     """log_probs - old_log_probs, held within 20. NaN stays NaN."""
-    return (inputs.log_probs - inputs.old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(

@@ -13,7 +13,7 @@ from vrl.protocol.config.model import ModelConfig
 from vrl.protocol.config.rollout import RolloutConfig
 from vrl.protocol.config.trainer import PrepareConfig, RayKwargsConfig, TrainerConfig, WarmStartConfig
 
-VALUE_ESTIMATORS = frozenset({"gae"})  # advantage estimators that need a critic
+VALUE_ESTIMATORS = frozenset({"gae", "bi_level_gae"})  # advantage estimators that need a critic
 
 
 @final
