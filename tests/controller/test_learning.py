@@ -1,12 +1,18 @@
 """The default run learns: held-out accuracy on both tiny tasks rises, and it needs the reward for that."""
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
+
+from vrl.data.tiny_tasks import COLORS
 
 TASKS = ("tiny/visual", "tiny/arithmetic")
 
@@ -34,7 +40,7 @@ def accuracy(evaluation: dict[str, float], task: str, kind: str = "mean@1") -> f
 
 @pytest.mark.learning
 def test_the_default_run_learns(root: Path) -> None:
-    before, after = run(root, "default", ["trainer.total_training_steps=60"])
+    before, after = run(root, "default", ["trainer.total_training_steps=40"])
     for task in TASKS:
         assert accuracy(before, task) <= 0.65
         assert accuracy(after, task) - accuracy(before, task) >= 0.1
@@ -49,6 +55,24 @@ def test_three_seeds_reach_nine_of_ten(root: Path, seed: int) -> None:
         assert accuracy(before, task) <= 0.6
         assert accuracy(after, task) >= 0.9
         assert accuracy(after, task, "greedy") - accuracy(before, task, "greedy") >= 0.1
+    assert abs(accuracy_without_pixels(root, f"seed{seed}") - 1 / len(COLORS)) <= 0.1
+
+
+def accuracy_without_pixels(root: Path, name: str) -> float:
+    """Return the trained model's accuracy on the visual task when every image is one grey."""
+    rows = [row for row in pq.read_table(root / "data/tiny/val.parquet").to_pylist() if row["images"]]
+    for image in (image for row in rows for image in row["images"]):
+        grey = io.BytesIO()
+        Image.new("RGB", Image.open(io.BytesIO(image["bytes"])).size, (128, 128, 128)).save(grey, "PNG")
+        image["bytes"] = grey.getvalue()
+    pq.write_table(pa.Table.from_pylist(rows), root / "grey.parquet")
+    (checkpoint,) = (root / name / "checkpoints").iterdir()
+    given = [f"trainer.default_local_dir={root / name}_grey", "trainer.resume_mode=resume_path",
+             f"trainer.resume_from_path={checkpoint}", "data.val_files=grey.parquet"]  # fmt: skip
+    command = [sys.executable, "-m", "vrl.controller.cli", "eval", *given]
+    subprocess.run(command, cwd=root, capture_output=True, timeout=600, check=True)
+    (line,) = (root / f"{name}_grey" / "metrics.jsonl").read_text().splitlines()
+    return json.loads(line)["val-core/tiny/visual/reward/mean@1"]
 
 
 @pytest.mark.long
