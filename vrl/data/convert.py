@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from vrl.data.files import SUFFIXES, open_table, write_parquet
 from vrl.data.images import image_cells, read_image
-from vrl.data.prompts import IMAGE_MARK
 from vrl.protocol.errors import DataError
+from vrl.protocol.trajectory import IMAGE_MARK
 
 SPLITS: Final = ("train", "validation", "test")
 GSM8K_INSTRUCTION: Final = 'Let\'s think step by step and output the final answer after "####".'

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from vrl.data.images import image_cells, is_missing, read_image
 from vrl.protocol.errors import DataError
-from vrl.protocol.trajectory import Prompt
+from vrl.protocol.trajectory import IMAGE_MARK, Prompt
 
-IMAGE_MARK: Final = "<image>"  # in all but assistant messages, as the renderer reads them
 _UNSUPPORTED: Final = ("videos", "audios")
 
 

@@ -25,9 +25,8 @@ from vrl.models.loading import read_config
 from vrl.models.qwen2_5_vl.backbone import MODEL_TYPE as QWEN2_5_VL
 from vrl.models.qwen2_5_vl.positions import mrope_positions
 from vrl.protocol.errors import ConfigError, DataError
-from vrl.protocol.trajectory import content_key
+from vrl.protocol.trajectory import IMAGE_MARK, content_key
 
-IMAGE_MARK: Final = "<image>"
 _VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _REMEMBERED_SIZES: Final = 65536
 

@@ -8,7 +8,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+IMAGE_MARK: Final = "<image>"  # stands for an image in the text of all but assistant messages
 
 
 class StopReason(StrEnum):
