@@ -25,7 +25,7 @@ SETTINGS = (
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_a_run_with_evaluations_between_steps(tmp_path: Path, estimator: str) -> None:
-    """An evaluation comes after a weight sync and before the next sleep: a sleeping engine has no weights to answer with."""
+    """An evaluation follows a weight sync, before the next sleep: an engine asleep has no weights to answer with."""
     given = [f"trainer.default_local_dir={tmp_path / 'run'}", f"algorithm.adv_estimator={estimator}", *SETTINGS]
     done = subprocess.run(
         [sys.executable, "-m", "vrl.controller.cli", "train", *given],
