@@ -7,11 +7,12 @@ worker and by tests. Scoring needs no port: the turn loop and the reward process
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vrl.protocol.trajectory import Prompt, Sampling, Trajectory
+
+if TYPE_CHECKING:  # reward processes import this module and stay small
+    import numpy as np
 
 
 class Renderer(Protocol):
@@ -40,7 +41,7 @@ class Renderer(Protocol):
         """Return the text of ids; special tokens are left out unless asked for."""
         ...
 
-    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> np.ndarray | None:
+    def positions(self, ids: Sequence[int], images: Sequence[bytes]) -> "np.ndarray | None":
         """Return the int64 `[T, 3]` positions of a finished, expanded row; None for models with 1-D positions."""
         ...
 
