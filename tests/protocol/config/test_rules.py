@@ -176,6 +176,13 @@ WARNINGS = [
     ({"trainer.nnodes": 2}, ["nnodes=2", "ray_kwargs.ray_init.address=auto"]),
     ({"data.val_files": []}, ["data.val_files is empty"]),
     ({"data.gen_batch_size": 4}, ["gen_batch_size"]),
+    (
+        {
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 0.52,
+        },
+        ["rollout_is_threshold=0.52", "in quotes", "'0.5_2'"],
+    ),
 ]
 
 

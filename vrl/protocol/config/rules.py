@@ -362,6 +362,13 @@ def _run_warnings(config: Config) -> Messages:
         yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
     if trainer.val_before_train and not config.data.val_files:
         yield "data.val_files is empty: nothing is evaluated"
+    correction = config.algorithm.rollout_correction
+    cap = correction.rollout_is_threshold
+    if correction.rollout_is is not None and isinstance(cap, float) and cap < 1:
+        yield (
+            f"algorithm.rollout_correction.rollout_is_threshold={cap} is a cap below 1: every weight is lowered; "
+            "a band is text in quotes, as in '0.5_2' (without quotes YAML reads 0.52)"
+        )
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
 
