@@ -17,7 +17,7 @@ def test_overlong_penalty_is_linear_in_the_buffer():
 
 @pytest.mark.parametrize("buffer", [0, -3, 101])
 def test_overlong_buffer_outside_the_length_is_refused(buffer):
-    with pytest.raises(ValueError, match=r"overlong_buffer_cfg.len must lie between 1 and max_resp_len=100, got"):
+    with pytest.raises(ValueError, match=r"overlong_buffer.len must lie between 1 and max_resp_len=100, got"):
         overlong_penalty(torch.tensor([5]), 100, buffer, 1.0)
 
 

@@ -134,6 +134,39 @@ def test_ppo_with_critic_reference_and_several_updates(root: Path) -> None:
     assert abs(metrics_of(folder)[1]["actor/reward_kl_penalty"]) > 1e-6
 
 
+def test_rollout_correction_and_clip_cov_in_two_steps(root: Path) -> None:
+    folder = train(
+        root,
+        "corrected",
+        [
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.01",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "actor_rollout_ref.actor.policy_loss.clip_cov_lb=0.0",
+            "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.1",
+            "reward_model.overlong_buffer.enable=True",
+            "reward_model.overlong_buffer.len=1",
+            "reward_model.overlong_buffer.penalty_factor=0.5",
+            "trainer.total_training_steps=2",
+            "trainer.test_freq=-1",
+        ],
+    )
+    steps = metrics_of(folder)
+    assert len(steps) == 2
+    for step in steps:
+        # Engine and learner agree: weights are 1, nothing is rejected, and the mismatch is the driver's to report.
+        assert abs(step["rollout_corr/rollout_is_mean"] - 1.0) < 1e-4
+        assert step["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert abs(step["rollout_corr/kl"]) < 1e-4
+        assert step["training/rollout_probs_diff_mean"] <= 1e-5
+        assert step["actor/grad_norm"] > 0
+        assert -0.5 <= step["critic/overlong_reward/mean"] <= 0
+    # Chosen tokens are the clipped ones of the only update: a tenth at most, and some where advantages differ.
+    assert all(0 <= step["actor/pg_clipfrac"] <= 0.1 for step in steps)
+    assert any(step["actor/pg_clipfrac"] > 0 for step in steps)
+
+
 def test_rewards_that_fail_are_left_out_or_stop_the_run(root: Path) -> None:
     (root / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

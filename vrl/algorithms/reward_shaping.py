@@ -20,11 +20,11 @@ def overlong_penalty(
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(
-            f"overlong_buffer_cfg.len must lie between 1 and max_resp_len={max_length}, got {buffer}; "
-            "set overlong_buffer_cfg.enable=False for no penalty"
+            f"overlong_buffer.len must lie between 1 and max_resp_len={max_length}, got {buffer}; "
+            "set overlong_buffer.enable=False for no penalty"
         )
     if penalty_factor < 0:
-        raise ValueError(f"overlong_buffer_cfg.penalty_factor must not be negative, got {penalty_factor}")
+        raise ValueError(f"overlong_buffer.penalty_factor must not be negative, got {penalty_factor}")
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return -(excess.float() / buffer * penalty_factor)
 

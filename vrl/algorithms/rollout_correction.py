@@ -1,6 +1,6 @@
 """Correction for the gap between the engine that sampled and the policy that trains: weights, rejection, metrics.
 
-The trainer calls `rollout_correction` once on a whole batch, before advantages and mini-batches. With pi the trainer's
+The trainer calls `rollout_correction` once on a whole batch, before mini-batches are cut. With pi the trainer's
 log-probs (old_log_probs), mu the engine's and x = log pi - log mu on the sampled tokens:
 
 - `rollout_is` gives importance weights: token e^x, sequence e^(sum of x over the row). A number as threshold caps them

@@ -1,21 +1,26 @@
-"""From scores to advantages, on the driver: KL in the reward and the advantage estimator. Light work, flat tensors."""
+"""From scores to advantages, on the driver: reward shaping, KL in the reward, estimator. Light work, flat tensors."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 
+from vrl.algorithms import segments
 from vrl.algorithms.advantages.registry import (
     AdvantageEstimator,
     AdvantageInputs,
     AdvantageParams,
 )
 from vrl.algorithms.kl import AdaptiveKl, FixedKl, kl_estimate, kl_in_reward, sequence_mean_kl
+from vrl.algorithms.reward_shaping import clip_rewards, overlong_penalty
 from vrl.protocol.columns import (
     ADVANTAGES,
     INPUT_IDS,
     LOSS_MASK,
     OLD_LOG_PROBS,
+    PROMPT_LENGTH,
     REF_LOG_PROBS,
     RETURNS,
     TOKEN_LEVEL_REWARDS,
@@ -25,18 +30,71 @@ from vrl.protocol.columns import (
     VALUES,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig
+from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
 
+Shaping = Callable[[DataProto, Tensor], tuple[Tensor, dict[str, float]]]  # rows, their rewards [T] -> new ones, metrics
+
 
 @final
-class KlInReward:
-    """token_level_rewards = token_level_scores - beta * KL(old policy, reference) on sampled tokens.
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """DAPO's soft overlong punishment, on the last sampled token of a row.
 
-    Off, the rewards are the scores. `controller` is the state that a checkpoint keeps.
+    A response is what follows the prompt, observations included, as in `data.max_response_length`.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    max_length: int
+    buffer: int
+    factor: float
+
+    def __call__(self, batch: DataProto, rewards: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return the rewards less the penalty; metrics are its mean and the share of rows that pay."""
+        mask = batch.ragged(LOSS_MASK)
+        lengths = mask.lengths - batch.dense(PROMPT_LENGTH)
+        penalty = overlong_penalty(lengths, self.max_length, self.buffer, self.factor)
+        metrics = {
+            "critic/overlong_reward/mean": float(penalty.double().mean()),
+            "critic/overlong_reward/min": float(penalty.min()),
+            "critic/overlong": float((penalty < 0).double().mean()),
+        }
+        return rewards + segments.place_on_last_sampled(penalty, mask.values, mask.offsets), metrics
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RewardClip:
+    """Rewards held within -limit and limit: of a row, or of each of its turns where turns have rewards."""
+
+    limit: float
+
+    def __call__(self, _batch: DataProto, rewards: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return the clipped rewards; the metric counts those that were outside."""
+        clipped = clip_rewards(rewards, -self.limit, self.limit)
+        return clipped, {"critic/rewards_clipped": float((clipped != rewards).sum())}
+
+
+def reward_shaping(config: Config) -> tuple[Shaping, ...]:
+    """Return what changes scores, in order; nothing unless the settings ask for it."""
+    reward, parts = config.reward_model, list[Shaping]()
+    buffer = reward.overlong_buffer
+    if buffer.enable:
+        parts.append(OverlongPenalty(config.overlong_length, buffer.len, buffer.penalty_factor))
+    if reward.reward_clip is not None:
+        parts.append(RewardClip(reward.reward_clip))
+    return tuple(parts)
+
+
+@final
+class Rewards:
+    """token_level_rewards = shaped token_level_scores - beta * KL(old policy, reference) on sampled tokens.
+
+    With no shaping and no KL the rewards are the scores. `controller` is the state that a checkpoint keeps.
+    """
+
+    def __init__(self, config: AlgorithmConfig, shaping: Sequence[Shaping] = ()) -> None:
+        self._shaping = tuple(shaping)
         self._on = config.use_kl_in_reward
         self._estimator = config.kl_penalty
         control = config.kl_ctrl
@@ -48,17 +106,24 @@ class KlInReward:
         self.metrics: dict[str, float] = {}
 
     def __call__(self, batch: DataProto) -> DataProto:
-        """Return the rewards column; `metrics` then holds this step's KL and coefficient."""
-        scores = batch.ragged(TOKEN_LEVEL_SCORES)
-        if not self._on:
-            return DataProto({TOKEN_LEVEL_REWARDS: scores})
+        """Return the rewards column; `metrics` then holds what shaping did, this step's KL and its coefficient."""
+        scores, self.metrics = batch.ragged(TOKEN_LEVEL_SCORES), {}
+        rewards = scores.values
+        for shape in self._shaping:
+            rewards, metrics = shape(batch, rewards)
+            self.metrics |= metrics
+        if self._on:
+            rewards = self._less_kl(batch, rewards)
+        return DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)})
+
+    def _less_kl(self, batch: DataProto, rewards: Tensor) -> Tensor:
         mask = batch.ragged(LOSS_MASK).values
         kl = kl_estimate(batch.ragged(OLD_LOG_PROBS).values, batch.ragged(REF_LOG_PROBS).values, mask, self._estimator)
-        rewards = kl_in_reward(scores.values, kl, mask, self.controller.beta)
-        mean = sequence_mean_kl(kl, mask, scores.offsets)
-        self.metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.controller.beta}
+        rewards = kl_in_reward(rewards, kl, mask, self.controller.beta)
+        mean = sequence_mean_kl(kl, mask, batch.ragged(LOSS_MASK).offsets)
+        self.metrics |= {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.controller.beta}
         self.controller = self.controller.updated(mean, len(batch))
-        return DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)})
+        return rewards
 
 
 @final

@@ -6,6 +6,7 @@ from vrl.algorithms.advantages.registry import AdvantageEstimator, get_advantage
 from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
+from vrl.controller.corrections import correction_params
 from vrl.controller.prepare import prepare
 from vrl.controller.run import assembled, pool_spec
 from vrl.controller.run_folder import RunFolder
@@ -20,6 +21,7 @@ from vrl.protocol.config.schema import Config
 def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
     """Train, or evaluate only, to the end. Raises before anything is started where the run could not work."""
     check(config, known_names())
+    correction_params(config.algorithm.rollout_correction)
     prepare(config)
     check_model(config)
     with assembled(config, folder, gpus) as trainer:
@@ -47,7 +49,7 @@ def known_names() -> KnownNames:
         policy_losses=[
             loss.name
             for loss in map(get_policy_loss, known_policy_losses())
-            if not (loss.needs_selection or loss.needs_whole_groups or loss.needs_ref_log_probs)
+            if not (loss.needs_whole_groups or loss.needs_ref_log_probs)
         ],
         loss_agg_modes=AGGREGATION_MODES,
         kl_estimators=KL_ESTIMATORS,

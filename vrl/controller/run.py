@@ -11,8 +11,10 @@ import ray
 
 from vrl.agent.rewards.pool import check_rewards
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
+from vrl.algorithms.losses.registry import get_policy_loss
 from vrl.controller.checkpoints import Checkpoints
-from vrl.controller.credit import Advantage, KlInReward
+from vrl.controller.corrections import corrections, token_choice
+from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.prompt_queue import start_queue
 from vrl.controller.resource_pool import PoolSpec, ResourcePool
@@ -157,8 +159,6 @@ def _trainer(
 ) -> Trainer:
     queue = None if config.trainer.deterministic else start_queue(config.num_replicas)
     actor = Actor(groups["actor"])
-    # One update a step: its own forward pass gives the old log-probs, unless KL in the reward wants them before.
-    single = config.updates_per_step == 1 and not config.algorithm.use_kl_in_reward
     roles = Roles(
         rollout=Rollout(
             groups["rollout"], config.num_replicas, queue, config.actor_rollout_ref.rollout.free_cache_engine
@@ -166,7 +166,7 @@ def _trainer(
         rollout_group=groups["rollout"],
         reward=NoRewardModel(),
         actor=actor,
-        old_policy=NoLogProbs() if single else actor,
+        old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
         reference=Reference(groups["reference"]) if "reference" in groups else NoLogProbs(),
         critic=Critic(groups["critic"]) if "critic" in groups else NoCritic(),
     )
@@ -179,13 +179,36 @@ def _trainer(
         roles,
         loader,
         training_sampling(config),
-        (KlInReward(algorithm), Advantage(get_advantage(algorithm.adv_estimator), params)),
         (
-            MiniBatches(prompts=policy.ppo_mini_batch_size, epochs=policy.ppo_epochs, shuffle=policy.shuffle),
+            Rewards(algorithm, reward_shaping(config)),
+            Advantage(get_advantage(algorithm.adv_estimator), params),
+            corrections(algorithm),
+        ),
+        (
+            MiniBatches(
+                prompts=policy.ppo_mini_batch_size,
+                epochs=policy.ppo_epochs,
+                shuffle=policy.shuffle,
+                choose=token_choice(policy),
+            ),
             MiniBatches(prompts=config.critic_mini_batch_size, epochs=config.critic_epochs, shuffle=policy.shuffle),
         ),
         _plan(config, steps),
         outputs,
+    )
+
+
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether old log-probs take a pass of their own.
+
+    With one update a step its own forward pass gives them, unless something on the driver wants them before.
+    """
+    algorithm = config.algorithm
+    return (
+        config.updates_per_step > 1
+        or algorithm.use_kl_in_reward
+        or algorithm.rollout_correction.enabled
+        or get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode).needs_selection
     )
 
 

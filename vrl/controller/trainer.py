@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from vrl.controller.checkpoints import Checkpoints
-from vrl.controller.credit import Advantage, KlInReward
+from vrl.controller.corrections import Corrections, TokenChoice, none_selected
+from vrl.controller.credit import Advantage, Rewards
 from vrl.controller.data_metrics import data_metrics, failure_metrics, performance_metrics
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values
@@ -47,11 +48,15 @@ class MiniBatches:
     prompts: int
     epochs: int
     shuffle: bool
+    choose: TokenChoice = none_selected
 
     def assign(self, batch: DataProto, seed: int) -> DataProto:
-        """Return the rows with column `mini_batch`, `[B, epochs]`: the optimizer step of an epoch that a row is in."""
+        """Return the rows with column `mini_batch`, `[B, epochs]`: the optimizer step of an epoch that a row is in.
+
+        And with the tokens that the loss chooses from each mini-batch, where it does.
+        """
         column = assign_mini_batches(list(batch.objects[UID]), self.prompts, self.epochs, seed, self.shuffle)
-        return batch.with_columns(**{MINI_BATCH: column})
+        return self.choose(batch.with_columns(**{MINI_BATCH: column}), seed)
 
 
 @final
@@ -109,7 +114,7 @@ class Trainer:
         roles: Roles,
         loader: PromptLoader,
         sampling: Sampling,
-        credit: tuple[KlInReward, Advantage],
+        credit: tuple[Rewards, Advantage, Corrections],
         mini_batches: tuple[MiniBatches, MiniBatches],
         plan: Plan,
         outputs: Outputs,
@@ -117,7 +122,7 @@ class Trainer:
         self.roles = roles
         self.loader = loader
         self.sampling = sampling
-        self.kl_in_reward, self.advantage = credit
+        self.rewards, self.advantage, self.corrections = credit
         self.actor_batches, self.critic_batches = mini_batches
         self.plan = plan
         self.outputs = outputs
@@ -167,13 +172,14 @@ class Trainer:
             with timer("values"):
                 batch |= roles.critic.values(batch)
             with timer("adv"):
-                batch |= self.kl_in_reward(batch)
+                batch |= self.rewards(batch)
                 batch |= self.advantage(batch)
+                learnt, metrics = self.corrections(batch)
             with timer("update_critic"):
-                metrics = roles.critic.update(self.critic_batches.assign(batch, self._update_seed()))
+                metrics |= roles.critic.update(self.critic_batches.assign(learnt, self._update_seed()))
             if self.global_step > self.plan.critic_warmup:
                 with timer("update_actor"):
-                    metrics |= roles.actor.update(self.actor_batches.assign(batch, self._update_seed()))
+                    metrics |= roles.actor.update(self.actor_batches.assign(learnt, self._update_seed()))
             with timer("update_weights"):  # also when the critic alone has learned: it wakes the engines
                 self.policy_version += 1
                 roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
@@ -217,7 +223,7 @@ class Trainer:
             "training/policy_version": float(generated.policy_version),
             **failure_metrics(generated.failed),
             **data_metrics(batch),
-            **self.kl_in_reward.metrics,
+            **self.rewards.metrics,
             **metrics,
             **generated.timing,
             **timer.seconds,
@@ -237,15 +243,15 @@ class Trainer:
             "global_step": self.global_step,
             "policy_version": self.policy_version,
             "loader": self.loader.state_dict(),
-            "kl_beta": self.kl_in_reward.controller.beta,
+            "kl_beta": self.rewards.controller.beta,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.loader.load_state_dict(state["loader"])
         self.policy_version = int(state["policy_version"])
-        controller = self.kl_in_reward.controller
-        self.kl_in_reward.controller = replace(controller, beta=state["kl_beta"])
+        controller = self.rewards.controller
+        self.rewards.controller = replace(controller, beta=state["kl_beta"])
 
     def learners(self) -> tuple[Actor, Values]:
         """Return the roles whose weights a checkpoint keeps."""

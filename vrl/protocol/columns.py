@@ -57,9 +57,13 @@ ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the s
 REF_LOG_PROBS: Final = declare("ref_log_probs", "float32", "T", "reference.log_probs", "of the reference policy")
 VALUES: Final = declare("values", "float32", "T", "critic.values", "value of the prefix before a token")
 # Written by the driver
-TOKEN_LEVEL_REWARDS: Final = declare("token_level_rewards", "float32", "T", "kl_in_reward", "scores less KL penalty")
+TOKEN_LEVEL_REWARDS: Final = declare("token_level_rewards", "float32", "T", "rewards", "shaped scores less KL penalty")
 ADVANTAGES: Final = declare("advantages", "float32", "T", "advantage", "0 where nothing was sampled")
 RETURNS: Final = declare("returns", "float32", "T", "advantage", "target of the critic")
+ROLLOUT_IS_WEIGHTS: Final = declare(
+    "rollout_is_weights", "float32", "T", "rollout_correction", "importance of a token: learner over engine"
+)
+SELECTED: Final = declare("selected", "bool", "T", "trainer", "tokens that the policy loss treats apart")
 MINI_BATCH: Final = declare("mini_batch", "int64", "B E", "trainer", "which mini-batch a row is in, per epoch")
 
 

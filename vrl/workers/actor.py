@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vrl.algorithms.losses import registry as policy_losses
-from vrl.algorithms.losses.registry import LossParams
 from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
@@ -22,7 +21,13 @@ from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
 from vrl.workers.learner import Learner
-from vrl.workers.losses import REQUIRED_BY_POLICY, PolicyObjective, SamplingDistribution, SupervisedObjective
+from vrl.workers.losses import (
+    REQUIRED_BY_POLICY,
+    PolicyObjective,
+    SamplingDistribution,
+    SupervisedObjective,
+    loss_params,
+)
 from vrl.workers.sharding import full_parameters
 
 
@@ -126,9 +131,7 @@ def policy_objective(context: BuildContext) -> PolicyObjective:
     actor = config.actor_rollout_ref.actor
     return PolicyObjective(
         loss=policy_losses.get_policy_loss(actor.policy_loss.loss_mode),
-        params=LossParams(
-            clip_ratio_low=actor.clip_low, clip_ratio_high=actor.clip_high, clip_ratio_c=actor.clip_ratio_c
-        ),
+        params=loss_params(actor),
         sampling=sampling_distribution(context),
         mode=actor.loss_agg_mode,
         norm_length=actor.loss_scale_factor or float(config.data.max_response_length),

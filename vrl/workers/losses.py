@@ -21,10 +21,13 @@ from vrl.protocol.columns import (
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
     RETURNS,
+    ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOG_PROBS,
+    SELECTED,
     TURN_IDS,
     VALUES,
 )
+from vrl.protocol.config.learner import ActorConfig
 from vrl.protocol.dataproto import DataProto
 from vrl.workers.learner import LossOutput
 
@@ -79,6 +82,8 @@ class PolicyObjective:
             advantages=_column(rows, ADVANTAGES, device),
             mask=mask.to(device),
             offsets=offsets.to(device),
+            rollout_is_weights=_column(rows, ROLLOUT_IS_WEIGHTS, device) if ROLLOUT_IS_WEIGHTS in rows else None,
+            selected=_column(rows, SELECTED, device) if SELECTED in rows else None,
         )
         result = self.loss(inputs, self.params)
         per_token = result.per_token
@@ -185,6 +190,20 @@ class SupervisedObjective:
     ) -> dict[str, float]:
         """Return the mean cross-entropy, in nats a token, as `train/loss`."""
         return {f"train/{name}": value for name, value in sums.items()}
+
+
+def loss_params(actor: ActorConfig) -> LossParams:
+    """Return the settings of the policy losses; actor and driver must choose tokens by the same ones."""
+    return LossParams(
+        clip_ratio_low=actor.clip_low,
+        clip_ratio_high=actor.clip_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        clip_cov_ratio=actor.policy_loss.clip_cov_ratio,
+        clip_cov_lb=actor.policy_loss.clip_cov_lb,
+        clip_cov_ub=actor.policy_loss.clip_cov_ub,
+        kl_cov_ratio=actor.policy_loss.kl_cov_ratio,
+        ppo_kl_coef=actor.policy_loss.ppo_kl_coef,
+    )
 
 
 def probability_difference(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -115,6 +115,10 @@ SCRIPT = [
     "reward_model.reward_manager=dapo",
     "reward_model.overlong_buffer.enable=True",
     "+reward_model.reward_kwargs.overlong_buffer_cfg.len=4096",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.log=False",
+    "+reward_model.reward_kwargs.max_resp_len=20480",
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.bypass_mode=False",
     "trainer.critic_warmup=0",
     "+trainer.val_before_train=False",
     "+trainer.val_only=False",
@@ -140,6 +144,8 @@ def test_a_published_script_is_understood():
     assert f"++{R}.multi_turn.max_tool_response_length=8192" in done.overrides
     assert "++ray_kwargs.ray_init.num_cpus=16" in done.overrides
     assert "++trainer.resume_from_path=null" in done.overrides
+    assert "++reward_model.overlong_buffer.len=4096" in done.overrides
+    assert "++reward_model.max_resp_len=20480" in done.overrides
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])

@@ -94,6 +94,33 @@ FAULTS = [
     ({"trainer.resume_from_path": "x"}, ["resume_from_path=x", "resume_mode=auto", "resume_path"]),
     ({"algorithm.filter_groups.enable": True}, ["filter_groups.enable", "not supported"]),
     ({"reward_model.enable": True}, ["reward_model.enable", "not supported"]),
+    (
+        {"algorithm.rollout_correction.rollout_rs": "token_k1"},
+        ["rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold", "rollout_rs=null"],
+    ),
+    (
+        {f"{A}.policy_loss.clip_cov_lb": 5.0},
+        ["policy_loss.clip_cov_lb=5.0", "below clip_cov_ub=5.0", "1.0 and 5.0"],
+    ),
+    ({f"{A}.policy_loss.kl_cov_ratio": 1.5}, ["policy_loss.kl_cov_ratio=1.5", "from 0 to 1"]),
+    (
+        {"reward_model.overlong_buffer.enable": True},
+        ["overlong_buffer.len=0", "data.max_response_length=512", "set it to 128", "enable=False"],
+    ),
+    (
+        {
+            "reward_model.overlong_buffer.enable": True,
+            "reward_model.overlong_buffer.len": 300,
+            "reward_model.max_resp_len": 200,
+        },
+        ["overlong_buffer.len=300", "reward_model.max_resp_len=200", "set it to 50"],
+    ),
+    ({"reward_model.overlong_buffer.penalty_factor": -1.0}, ["penalty_factor=-1.0", "0 or more"]),
+    ({"reward_model.reward_clip": 0.0}, ["reward_clip=0.0", "more than 0"]),
+    (
+        {"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": True}}},
+        ["reward_kwargs.overlong_buffer_cfg", "write reward_model.overlong_buffer"],
+    ),
     ({"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (off, all), 1 or more"]),
     ({"trainer.test_freq": -5}, ["trainer.test_freq=-5"]),
     ({f"{A}.optim.lr": -1.0}, ["optim.lr=-1.0", "0 or more"]),
@@ -127,6 +154,18 @@ def test_rows_need_not_divide_by_the_ranks():
     assert check(config_with(odd), NAMES) == ()
 
 
+def test_truncated_sampling_is_possible_with_importance_weights():
+    corrected = {"algorithm.rollout_correction.rollout_is": "token"}
+    assert check(config_with({f"{R}.top_p": 0.9} | corrected), NAMES) == ()
+    assert check(config_with({f"{R}.top_k": 50} | corrected), NAMES) == ()
+
+
+def test_thresholds_are_numbers_or_two_numbers_as_text():
+    for threshold in (3, 2.5, "0.5_2.0"):
+        config = config_with({"algorithm.rollout_correction.rollout_is_threshold": threshold})
+        assert config.algorithm.rollout_correction.rollout_is_threshold == threshold
+
+
 WARNINGS = [
     ({f"{R}.n": 1}, ["adv_estimator=grpo", "rollout.n=1", "n=8"]),
     ({"critic.enable": True}, ["critic.enable=True", "adv_estimator=grpo"]),
@@ -137,6 +176,13 @@ WARNINGS = [
     ({"trainer.nnodes": 2}, ["nnodes=2", "ray_kwargs.ray_init.address=auto"]),
     ({"data.val_files": []}, ["data.val_files is empty"]),
     ({"data.gen_batch_size": 4}, ["gen_batch_size"]),
+    (
+        {
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 0.52,
+        },
+        ["rollout_is_threshold=0.52", "in quotes", "'0.5_2'"],
+    ),
 ]
 
 

@@ -30,10 +30,18 @@ class FilterGroupsConfig:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutCorrectionConfig:
-    """Importance weights between the engine that sampled and the learner."""
+    """Importance weights between the engine that sampled and the learner, and rejection of what is too far off."""
 
     rollout_is: Literal["token", "sequence"] | None = None  # level of the weights; null: off
-    rollout_is_threshold: float = 2.0  # largest weight
+    rollout_is_threshold: float | str = 2.0  # largest weight; text "low_high": weights outside are 0 (quote it)
+    rollout_is_batch_normalize: bool = False  # divide the weights by their mean
+    rollout_rs: str | None = None  # statistics that reject tokens or rows, joined by commas; null: off
+    rollout_rs_threshold: float | str | None = None  # largest value kept; k1: ratio u (1/u to u) or text "low_high"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.rollout_is is not None or self.rollout_rs is not None
 
 
 @final
@@ -48,8 +56,19 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False  # subtract kl_coef * KL from the score of each sampled token
     kl_penalty: str = "kl"  # estimator of the KL in the reward
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    mask_truncated_completions: bool = False  # rows cut at a token limit train nothing, but count in their group
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongBufferConfig:
+    """DAPO: responses that come near the limit lose some of their reward."""
+
+    enable: bool = False  # on or off
+    len: int = 0  # tokens before max_resp_len over which the penalty grows
+    penalty_factor: float = 0.0  # reward lost at max_resp_len
 
 
 @final
@@ -60,6 +79,9 @@ class RewardModelConfig:
     enable: bool = False  # a reward model beside the reward function
     reward_manager: str = "naive"  # name in the registry of reward managers
     reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: passed to the reward manager
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    max_resp_len: int | None = None  # tokens where the overlong penalty is full; null: data.max_response_length
+    reward_clip: float | None = None  # rewards are held within -x and x, after the overlong penalty; null: off
     num_workers: int = 2  # reward processes
     timeout: float = 30.0  # seconds a row; above it the process is killed
     on_failure: Literal["skip", "stop"] = "skip"  # a reward that raises, hangs, returns None: leave the row out, or end

@@ -72,9 +72,9 @@ def nearest(key: str) -> list[str]:
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     for pool, cutoff in ((siblings, 0.6), (names, 0.8)):
         ends = {name.rpartition(".")[2]: name for name in pool}
-        close = difflib.get_close_matches(last, ends, n=1, cutoff=cutoff)
-        if close:
-            return [ends[close[0]]]
+        close = difflib.get_close_matches(last, ends, n=2, cutoff=cutoff)
+        if close:  # of two that are near, the one with the same letters
+            return [ends[min(close, key=lambda name: sorted(name) != sorted(last))]]
     return difflib.get_close_matches(key, names, n=1, cutoff=0.6)
 
 

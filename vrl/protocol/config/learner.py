@@ -9,9 +9,14 @@ from vrl.protocol.config.model import CheckpointConfig, FsdpConfig, OpenDict, Op
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossConfig:
-    """Which policy loss."""
+    """Which policy loss, and what it takes beside the clip ranges."""
 
     loss_mode: str = "vanilla"  # name in the registry of policy losses
+    clip_cov_ratio: float = 2e-4  # clip_cov: share of the tokens that lose their gradient
+    clip_cov_lb: float = 1.0  # clip_cov: covariance above which a token may be chosen
+    clip_cov_ub: float = 5.0  # clip_cov: covariance below which a token may be chosen
+    kl_cov_ratio: float = 2e-4  # kl_cov: share of the tokens that pay for moving
+    ppo_kl_coef: float = 0.1  # kl_cov: what they pay a nat
 
 
 @final

@@ -64,12 +64,14 @@ def normalise(overrides: Sequence[str], groups: Collection[str] = ()) -> Normali
 
 def _resolve(key: str, value: str | None) -> tuple[str | None, str | None]:
     """Return today's key (None: leave it out) and a note."""
-    if key in key_types() or in_open(key):
+    if key in key_types():
         return key, None
     new_key = renamed(key)
     if new_key is not None:
         final_key, note = _resolve(new_key, value)
         return final_key, f"{key} is {new_key} here" if final_key else note
+    if in_open(key):
+        return key, None
     reason = dropped(key)
     if reason is not None:
         return None, f"{key} has no effect: {reason}"

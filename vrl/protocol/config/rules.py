@@ -180,6 +180,12 @@ def _sampling(config: Config) -> Messages:
             "probabilities differ from the learner's; set top_p=1 and top_k=-1, or switch on rollout correction "
             "(algorithm.rollout_correction.rollout_is)"
         )
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_rs is not None and correction.rollout_rs_threshold is None:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs rollout_rs_threshold: "
+            "give the largest value kept, or set rollout_rs=null"
+        )
 
 
 def _losses(config: Config) -> Messages:
@@ -189,6 +195,12 @@ def _losses(config: Config) -> Messages:
     if not actor.clip_low < 1:
         key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
         yield f"{_ACTOR}.{key}={actor.clip_low}: less than 1 is wanted, for example 0.2"
+    loss = actor.policy_loss
+    if not loss.clip_cov_lb < loss.clip_cov_ub:
+        yield (
+            f"{_ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} must be below clip_cov_ub={loss.clip_cov_ub}: "
+            "1.0 and 5.0 are usual"
+        )
     estimator = config.algorithm.adv_estimator
     if estimator in VALUE_ESTIMATORS and not config.needs_critic:
         yield f"algorithm.adv_estimator={estimator} needs a critic, but critic.enable=False: set critic.enable=null"
@@ -197,6 +209,18 @@ def _losses(config: Config) -> Messages:
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic, which "
             f"algorithm.adv_estimator={estimator} does not use: set critic_warmup=0"
         )
+
+
+def _rewards(config: Config) -> Messages:
+    buffer, longest = config.reward_model.overlong_buffer, config.overlong_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        limit = "data.max_response_length" if config.reward_model.max_resp_len is None else "reward_model.max_resp_len"
+        yield (
+            f"reward_model.overlong_buffer.len={buffer.len} must lie between 1 and {limit}={longest}: "
+            f"set it to {max(1, longest // 4)}, for example, or overlong_buffer.enable=False"
+        )
+    if "overlong_buffer_cfg" in config.reward_model.reward_kwargs:
+        yield "reward_model.reward_kwargs.overlong_buffer_cfg: write reward_model.overlong_buffer"
 
 
 def _resume(config: Config) -> Messages:
@@ -215,8 +239,6 @@ def _not_supported(config: Config) -> Messages:
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=True is not supported in this version: set it to False"
-    if algorithm.rollout_correction.rollout_is is not None:
-        yield "algorithm.rollout_correction.rollout_is is not supported in this version: set it to null"
     if config.reward_model.enable:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
@@ -241,6 +263,7 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _lengths,
     _sampling,
     _losses,
+    _rewards,
     _resume,
     _not_supported,
 )
@@ -339,6 +362,13 @@ def _run_warnings(config: Config) -> Messages:
         yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
     if trainer.val_before_train and not config.data.val_files:
         yield "data.val_files is empty: nothing is evaluated"
+    correction = config.algorithm.rollout_correction
+    cap = correction.rollout_is_threshold
+    if correction.rollout_is is not None and isinstance(cap, float) and cap < 1:
+        yield (
+            f"algorithm.rollout_correction.rollout_is_threshold={cap} is a cap below 1: every weight is lowered; "
+            "a band is text in quotes, as in '0.5_2' (without quotes YAML reads 0.52)"
+        )
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
 

@@ -92,6 +92,11 @@ class Config:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def overlong_length(self) -> int:
+        """Tokens after the prompt at which the overlong penalty is full."""
+        return self.reward_model.max_resp_len or self.data.max_response_length
+
+    @property
     def tokenizer_path(self) -> str:
         """Folder of tokenizer and processor."""
         return self.actor_rollout_ref.model.tokenizer_path or self.actor_rollout_ref.model.path
