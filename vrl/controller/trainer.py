@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from vrl.controller.baseline import Baseline
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.credit import Advantage, KlInReward
 from vrl.controller.data_metrics import data_metrics, failure_metrics, performance_metrics
@@ -32,6 +33,7 @@ class Roles:
 
     rollout: Rollout
     rollout_group: WorkerGroup
+    baseline: Baseline
     reward: Scores
     actor: Actor
     old_policy: LogProbs
@@ -154,6 +156,8 @@ class Trainer:
         with timer("step"):
             with timer("gen"):
                 generated = roles.rollout.generate(prompts, self.sampling, self.global_step)
+            with timer("gen_max"):
+                generated = roles.baseline.beside(generated, prompts, self.global_step)
             batch = self._usable(generated)
             if not len(batch):
                 return self._without_samples(generated, timer)

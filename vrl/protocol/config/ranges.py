@@ -95,6 +95,7 @@ SHARES = (  # between 0 and 1, both allowed
     f"{_R}.agent.max_failed_ratio",
     "algorithm.gamma",
     "algorithm.lam",
+    "algorithm.high_level_gamma",
     "warm_start.stop_probability",
 )
 MINUS_ONE_OR_MORE = (  # -1: off or all
