@@ -13,7 +13,7 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
 NAMES = KnownNames(
-    adv_estimators={"gae", "grpo"},
+    adv_estimators={"gae", "grpo", "grpo_turn"},
     policy_losses={"vanilla", "gspo"},
     loss_agg_modes={"token-mean", "seq-mean-token-mean"},
     kl_estimators={"kl", "low_var_kl"},
@@ -116,7 +116,7 @@ FAULTS = [
     ({f"{R}.gpu_memory_utilization": 1.2}, ["gpu_memory_utilization=1.2", "at most 1"]),
     ({"algorithm.gamma": 1.1}, ["algorithm.gamma=1.1", "from 0 to 1"]),
     ({"data.prompt_key": ""}, ["data.prompt_key"]),
-    ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo"]),
+    ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo, grpo_turn"]),
     ({f"{A}.loss_agg_mode": "mean"}, ["loss_agg_mode=mean", "seq-mean-token-mean, token-mean"]),
     ({f"{A}.policy_loss.loss_mode": "x"}, ["loss_mode=x", "gspo, vanilla"]),
     ({f"{A}.kl_loss_type": "k9"}, ["kl_loss_type=k9", "kl, low_var_kl"]),
