@@ -15,6 +15,7 @@ from vrl.algorithms.advantages.registry import (
 )
 from vrl.algorithms.kl import AdaptiveKl, FixedKl, kl_estimate, kl_in_reward, sequence_mean_kl
 from vrl.algorithms.reward_shaping import clip_rewards, overlong_penalty
+from vrl.controller.score_parts import score_parts
 from vrl.protocol.columns import (
     ADVANTAGES,
     INPUT_IDS,
@@ -23,6 +24,7 @@ from vrl.protocol.columns import (
     PROMPT_LENGTH,
     REF_LOG_PROBS,
     RETURNS,
+    REWARD_BASELINES,
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
     TURN_IDS,
@@ -133,6 +135,7 @@ class Advantage:
 
     estimator: AdvantageEstimator
     params: AdvantageParams
+    reward_keys: Sequence[str] = ()  # parts of the score to hand over
 
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the advantages and returns columns."""
@@ -145,6 +148,8 @@ class Advantage:
             offsets=batch.ragged(INPUT_IDS).offsets,
             values=batch.ragged(VALUES).values if VALUES in batch else None,
             turn_ids=batch.ragged(TURN_IDS).values,
+            reward_baselines=batch.dense(REWARD_BASELINES) if REWARD_BASELINES in batch else None,
+            reward_components=score_parts(batch, self.reward_keys) if self.reward_keys else None,
         )
         outputs = self.estimator(inputs, self.params)
         return DataProto(

@@ -14,12 +14,15 @@ from torch import Tensor
 from vrl.algorithms.metrics import equal_group_share, explained_variance
 from vrl.protocol.columns import (
     ADVANTAGES,
+    GREEDY_SAMPLE,
     INPUT_IDS,
     LOSS_MASK,
     OLD_LOG_PROBS,
     PROMPT_LENGTH,
     RETURNS,
+    REWARD_BASELINES,
     ROLLOUT_LOG_PROBS,
+    SAMPLE_INDEX,
     SCORE_EXTRA,
     STOP_REASON,
     TOKEN_LEVEL_REWARDS,
@@ -51,6 +54,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     for column, name in _ROW_SUMS.items():
         if column in batch:
             out |= _spread(name, row_sums(batch, column))
+    if REWARD_BASELINES in batch:
+        out |= _spread("critic/reward_baselines", batch.dense(REWARD_BASELINES))
     for column, name in _SAMPLED.items():
         if column in batch:
             out |= _spread(name, batch.ragged(column).values[mask])
@@ -67,9 +72,14 @@ def row_sums(batch: DataProto, column: str) -> Tensor:
 
 
 def failure_metrics(failed: DataProto) -> dict[str, float]:
-    """Return how many episodes failed outside the model, in all and by the kind that their failure text begins with."""
+    """Return how many episodes failed outside the model, in all and by the kind that their failure text begins with.
+
+    Greedy episodes that were to give a baseline count as well; `training/failed_baselines` says how many they are.
+    """
     out = {"training/failed_rows": float(len(failed))}
     if len(failed):
+        greedy = int((failed.dense(SAMPLE_INDEX) == GREEDY_SAMPLE).sum())
+        out |= {"training/failed_baselines": float(greedy)} if greedy else {}
         texts = [str(extra.get("failure", "unknown")) for extra in failed.objects[SCORE_EXTRA]]
         kinds = Counter("_".join(text.partition(":")[0].split()[:4]) for text in texts)
         out |= {f"training/failed_rows/{kind}": float(count) for kind, count in sorted(kinds.items())}

@@ -43,7 +43,7 @@ def fine_tune(config: Config, gpus: bool) -> str:
 
 
 def known_names() -> KnownNames:
-    """Return the names in the registries that a run can feed: greedy baselines, states and whole groups are missing."""
+    """Return the names in the registries that a run can feed: environment states and whole groups are missing."""
     return KnownNames(
         adv_estimators=[name for name in known_advantages() if _can_feed(get_advantage(name))],
         policy_losses=[
@@ -58,12 +58,7 @@ def known_names() -> KnownNames:
 
 
 def _can_feed(estimator: AdvantageEstimator) -> bool:
-    return not (
-        estimator.needs_reward_baselines
-        or estimator.needs_state_ids
-        or estimator.needs_reward_components
-        or estimator.needs_sum_pi_squared
-    )
+    return not (estimator.needs_state_ids or estimator.needs_sum_pi_squared)
 
 
 def check_model(config: Config) -> None:

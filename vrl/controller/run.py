@@ -12,6 +12,7 @@ import ray
 from vrl.agent.rewards.pool import check_rewards
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.algorithms.losses.registry import get_policy_loss
+from vrl.controller.baseline import GreedyBaseline, NoBaseline
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.corrections import corrections, token_choice
 from vrl.controller.credit import Advantage, Rewards, reward_shaping
@@ -105,9 +106,19 @@ def pool_spec(config: Config, gpus: bool) -> PoolSpec:
     )
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What trainers are put together over: settings completed from model and data, the rows, the worker processes."""
+
+    config: Config
+    data: RunData
+    processes: ProcessGroup
+
+
 @contextmanager
-def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer]:
-    """Yield a trainer whose workers are up; end all processes afterwards, also after a failure."""
+def started(config: Config, gpus: bool) -> Iterator[Started]:
+    """Yield processes without a role yet; end all of them afterwards, also after a failure."""
     start_ray(config, gpus)
     try:
         spec = pool_spec(config, gpus)
@@ -119,19 +130,7 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
         check_rewards(reward_spec(config))
         processes = ProcessGroup(ResourcePool(spec, config.trainer.worker_start_timeout), config)
         try:
-            steps = total_steps(config, data.loader)
-            groups = processes.build(_role_names(config), _length(config, steps))
-            checkpoints = Checkpoints(
-                folder, config.trainer, "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
-            )
-            with Tracker(folder, config, total_steps=steps, resume_step=checkpoints.start_step()) as tracker:
-                outputs = Outputs(
-                    tracker=tracker,
-                    rollout_files=RolloutFiles(folder.rollouts),
-                    evaluation=_evaluation(config, data.validation, folder.validation),
-                    checkpoints=checkpoints,
-                )
-                yield _trainer(config, groups, data.loader, steps, outputs)
+            yield Started(config, data, processes)
             processes.close()
         finally:
             processes.kill()
@@ -139,7 +138,27 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
         ray.shutdown()
 
 
-def _role_names(config: Config) -> list[str]:
+@contextmanager
+def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer]:
+    """Yield a trainer whose workers are up; end all processes afterwards, also after a failure."""
+    with started(config, gpus) as run:
+        config, loader = run.config, run.data.loader
+        steps = total_steps(config, loader)
+        groups = run.processes.build(role_names(config), run_length(config, steps), config)
+        checkpoints = Checkpoints(
+            folder, config.trainer, "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+        )
+        with Tracker(folder, config, total_steps=steps, resume_step=checkpoints.start_step()) as tracker:
+            outputs = Outputs(
+                tracker=tracker,
+                rollout_files=RolloutFiles(folder.rollouts),
+                evaluation=_evaluation(config, run.data.validation, folder.validation),
+                checkpoints=checkpoints,
+            )
+            yield trainer_over(config, groups, loader, steps, outputs)
+
+
+def role_names(config: Config) -> list[str]:
     """Return the roles in the order they are built: the engine comes last, when the others have their memory."""
     names = ["actor"]
     if config.needs_reference:
@@ -149,40 +168,40 @@ def _role_names(config: Config) -> list[str]:
     return [*names, "rollout"]
 
 
-def _length(config: Config, steps: int) -> RunLength:
+def run_length(config: Config, steps: int) -> RunLength:
+    """Return the optimizer steps of a run of so many steps."""
     critic = -(-config.data.train_batch_size // config.critic_mini_batch_size) * config.critic_epochs
     return RunLength(actor=steps * config.updates_per_step, critic=steps * critic)
 
 
-def _trainer(
+def trainer_over(
     config: Config, groups: dict[str, WorkerGroup], loader: PromptLoader, steps: int, outputs: Outputs
 ) -> Trainer:
+    """Return a trainer whose roles are those groups that the settings need."""
     queue = None if config.trainer.deterministic else start_queue(config.num_replicas)
     actor = Actor(groups["actor"])
+    sampling = training_sampling(config)
+    rollout = Rollout(groups["rollout"], config.num_replicas, queue, config.actor_rollout_ref.rollout.free_cache_engine)
+    advantage = _advantage(config)
     roles = Roles(
-        rollout=Rollout(
-            groups["rollout"], config.num_replicas, queue, config.actor_rollout_ref.rollout.free_cache_engine
-        ),
+        rollout=rollout,
         rollout_group=groups["rollout"],
+        baseline=GreedyBaseline(rollout, sampling) if advantage.estimator.needs_reward_baselines else NoBaseline(),
         reward=NoRewardModel(),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
-        reference=Reference(groups["reference"]) if "reference" in groups else NoLogProbs(),
-        critic=Critic(groups["critic"]) if "critic" in groups else NoCritic(),
-    )
-    algorithm = config.algorithm
-    params = AdvantageParams(
-        gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo
+        reference=Reference(groups["reference"]) if config.needs_reference else NoLogProbs(),
+        critic=Critic(groups["critic"]) if config.needs_critic else NoCritic(),
     )
     policy = config.actor_rollout_ref.actor
     return Trainer(
         roles,
         loader,
-        training_sampling(config),
+        sampling,
         (
-            Rewards(algorithm, reward_shaping(config)),
-            Advantage(get_advantage(algorithm.adv_estimator), params),
-            corrections(algorithm),
+            Rewards(config.algorithm, reward_shaping(config)),
+            advantage,
+            corrections(config.algorithm),
         ),
         (
             MiniBatches(
@@ -210,6 +229,21 @@ def needs_old_log_probs(config: Config) -> bool:
         or algorithm.rollout_correction.enabled
         or get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode).needs_selection
     )
+
+
+def _advantage(config: Config) -> Advantage:
+    algorithm = config.algorithm
+    params = AdvantageParams(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo,
+        high_level_gamma=algorithm.high_level_gamma,
+        component_weights=algorithm.gdpo_reward_weights,
+        over_all_turns=algorithm.grpo_turn_over_all_turns,
+    )
+    estimator = get_advantage(algorithm.adv_estimator)
+    keys = algorithm.gdpo_reward_keys if estimator.needs_reward_components else ()
+    return Advantage(estimator, params, keys)
 
 
 def _plan(config: Config, steps: int) -> Plan:

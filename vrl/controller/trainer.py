@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from vrl.controller.baseline import Baseline
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.corrections import Corrections, TokenChoice, none_selected
 from vrl.controller.credit import Advantage, Rewards
@@ -33,6 +34,7 @@ class Roles:
 
     rollout: Rollout
     rollout_group: WorkerGroup
+    baseline: Baseline
     reward: Scores
     actor: Actor
     old_policy: LogProbs
@@ -159,6 +161,8 @@ class Trainer:
         with timer("step"):
             with timer("gen"):
                 generated = roles.rollout.generate(prompts, self.sampling, self.global_step)
+            with timer("gen_max"):
+                generated = roles.baseline.beside(generated, prompts, self.global_step)
             batch = self._usable(generated)
             if not len(batch):
                 return self._without_samples(generated, timer)

@@ -89,7 +89,7 @@ def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
     pool = ResourcePool(spec, config.trainer.worker_start_timeout)
     processes = ProcessGroup(pool, trained)
     try:
-        actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1))["actor"])
+        actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1), trained)["actor"])
         steps, loss = _learn(config, actor, renderer)
         part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         actor.export(part)

@@ -78,10 +78,11 @@ class ProcessGroup:
             # Ray types what it returns as handle or class, for completion in editors; it is a handle.
             self.handles.append(cast(ActorHandle, options.remote(place, config)))
 
-    def build(self, roles: Sequence[str], length: RunLength) -> dict[str, "WorkerGroup"]:
-        """Build roles in every process, in order; return a handle for each."""
+    def build(self, roles: Sequence[str], length: RunLength, config: Config) -> dict[str, "WorkerGroup"]:
+        """Build roles in every process, in order, in place of those that are there; return a handle for each."""
         self.gather(
-            [handle.build.remote(list(roles), length) for handle in self.handles], f"building {', '.join(roles)}"
+            [handle.build.remote(list(roles), length, config) for handle in self.handles],
+            f"building {', '.join(roles)}",
         )
         return {role: WorkerGroup(self, role) for role in roles}
 

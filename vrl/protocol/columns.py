@@ -42,6 +42,7 @@ TOKEN_LEVEL_SCORES: Final = declare(
 )
 PROMPT_LENGTH: Final = declare("prompt_length", "int64", "B", "rollout.generate", "tokens before the first turn")
 SAMPLE_INDEX: Final = declare("sample_index", "int64", "B", "rollout.generate", "0..n-1 in the group")
+GREEDY_SAMPLE: Final = -1  # sample_index of an episode that was run for a baseline
 UID: Final = declare("uid", "object", "B", "rollout.generate", "the draw of a dataset row: the group")
 ROW_ID: Final = declare("row_id", "object", "B", "rollout.generate", "the dataset row")
 DATA_SOURCE: Final = declare("data_source", "object", "B", "rollout.generate", "names the reward and the metrics")
@@ -57,6 +58,9 @@ ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the s
 REF_LOG_PROBS: Final = declare("ref_log_probs", "float32", "T", "reference.log_probs", "of the reference policy")
 VALUES: Final = declare("values", "float32", "T", "critic.values", "value of the prefix before a token")
 # Written by the driver
+REWARD_BASELINES: Final = declare(
+    "reward_baselines", "float32", "B", "baseline.beside", "score of the prompt's greedy episode"
+)
 TOKEN_LEVEL_REWARDS: Final = declare("token_level_rewards", "float32", "T", "rewards", "shaped scores less KL penalty")
 ADVANTAGES: Final = declare("advantages", "float32", "T", "advantage", "0 where nothing was sampled")
 RETURNS: Final = declare("returns", "float32", "T", "advantage", "target of the critic")

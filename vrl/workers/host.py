@@ -4,7 +4,7 @@ A plain class: the controller makes it a Ray actor, tests run it under torchrun.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -59,8 +59,13 @@ class WorkerHost:
         self._context = BuildContext(config=config, device=device, renderer=renderer, images=images)
         self._roles: dict[str, Any] = {}
 
-    def build(self, roles: Sequence[str], length: RunLength) -> None:
-        """Build roles in the given order; the rollout comes last, when the others have their memory."""
+    def build(self, roles: Sequence[str], length: RunLength, config: Config) -> None:
+        """Build roles in the given order; the rollout comes last, when the others have their memory.
+
+        A role that is there already is replaced, by one with these settings. Tokenizer and images
+        must be those that the process was started with.
+        """
+        self._context = replace(self._context, config=config)
         makers: dict[str, Callable[[], Any]] = {
             "actor": lambda: ActorWorker.build(self._context, length.actor),
             "reference": lambda: ReferenceWorker.build(self._context),

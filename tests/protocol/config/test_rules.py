@@ -13,7 +13,7 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
 NAMES = KnownNames(
-    adv_estimators={"gae", "grpo"},
+    adv_estimators={"gae", "grpo", "grpo_turn"},
     policy_losses={"vanilla", "gspo"},
     loss_agg_modes={"token-mean", "seq-mean-token-mean"},
     kl_estimators={"kl", "low_var_kl"},
@@ -92,6 +92,20 @@ FAULTS = [
     ({"warm_start.enable": True}, ["warm_start.files"]),
     ({"trainer.resume_mode": "resume_path"}, ["resume_from_path", "global_step_N"]),
     ({"trainer.resume_from_path": "x"}, ["resume_from_path=x", "resume_mode=auto", "resume_path"]),
+    ({"algorithm.adv_estimator": "gdpo"}, ["gdpo_reward_keys", "[accuracy,format]"]),
+    (
+        {"algorithm.gdpo_reward_keys": ["acc", "format"], "algorithm.gdpo_reward_weights": [1.0]},
+        ["gdpo_reward_weights has 1 numbers for 2", "null"],
+    ),
+    (
+        {
+            "algorithm.adv_estimator": "gdpo",
+            "algorithm.gdpo_reward_keys": ["acc"],
+            "algorithm.use_kl_in_reward": True,
+        },
+        ["use_kl_in_reward=True has no effect", "use_kl_loss"],
+    ),
+    ({"algorithm.high_level_gamma": -0.1}, ["algorithm.high_level_gamma=-0.1", "from 0 to 1"]),
     ({"algorithm.filter_groups.enable": True}, ["filter_groups.enable", "not supported"]),
     ({"reward_model.enable": True}, ["reward_model.enable", "not supported"]),
     (
@@ -129,7 +143,7 @@ FAULTS = [
     ({f"{R}.gpu_memory_utilization": 1.2}, ["gpu_memory_utilization=1.2", "at most 1"]),
     ({"algorithm.gamma": 1.1}, ["algorithm.gamma=1.1", "from 0 to 1"]),
     ({"data.prompt_key": ""}, ["data.prompt_key"]),
-    ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo"]),
+    ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo, grpo_turn"]),
     ({f"{A}.loss_agg_mode": "mean"}, ["loss_agg_mode=mean", "seq-mean-token-mean, token-mean"]),
     ({f"{A}.policy_loss.loss_mode": "x"}, ["loss_mode=x", "gspo, vanilla"]),
     ({f"{A}.kl_loss_type": "k9"}, ["kl_loss_type=k9", "kl, low_var_kl"]),
@@ -168,6 +182,8 @@ def test_thresholds_are_numbers_or_two_numbers_as_text():
 
 WARNINGS = [
     ({f"{R}.n": 1}, ["adv_estimator=grpo", "rollout.n=1", "n=8"]),
+    ({"algorithm.adv_estimator": "grpo_turn", f"{R}.n": 1}, ["adv_estimator=grpo_turn", "rollout.n=1"]),
+    ({"algorithm.gdpo_reward_keys": ["acc"]}, ["gdpo_reward_keys has no effect", "adv_estimator=grpo"]),
     ({"critic.enable": True}, ["critic.enable=True", "adv_estimator=grpo"]),
     ({f"{A}.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, ["use_kl_loss", "use_kl_in_reward"]),
     ({"data.train_batch_size": 1, f"{A}.ppo_mini_batch_size": 1, f"{R}.n": 2}, ["2 rows", "8 ranks"]),

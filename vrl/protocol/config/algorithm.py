@@ -53,6 +53,10 @@ class AlgorithmConfig:
     gamma: float = 1.0  # discount a sampled token
     lam: float = 1.0  # GAE's lambda
     norm_adv_by_std_in_grpo: bool = True  # off: Dr. GRPO
+    grpo_turn_over_all_turns: bool = False  # compare a turn with all turns of its group; off: with those of its index
+    high_level_gamma: float = 0.95  # bi_level_gae's discount a turn
+    gdpo_reward_keys: tuple[str, ...] = ()  # parts of the score that the reward returns beside it, for gdpo
+    gdpo_reward_weights: tuple[float, ...] | None = None  # one for each of gdpo_reward_keys; null: all 1
     use_kl_in_reward: bool = False  # subtract kl_coef * KL from the score of each sampled token
     kl_penalty: str = "kl"  # estimator of the KL in the reward
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)

@@ -103,6 +103,7 @@ SHARES = (  # between 0 and 1, both allowed
     f"{_A}.policy_loss.kl_cov_ratio",
     "algorithm.gamma",
     "algorithm.lam",
+    "algorithm.high_level_gamma",
     "warm_start.stop_probability",
 )
 MINUS_ONE_OR_MORE = (  # -1: off or all

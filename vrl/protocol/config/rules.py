@@ -14,7 +14,10 @@ from vrl.protocol.errors import ConfigError
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+GROUP_ESTIMATORS = (
+    *("grpo", "dr_grpo", "grpo_passk", "grpo_turn", "gdpo"),
+    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
+)
 
 Messages = Iterator[str]
 
@@ -221,6 +224,33 @@ def _rewards(config: Config) -> Messages:
         )
     if "overlong_buffer_cfg" in config.reward_model.reward_kwargs:
         yield "reward_model.reward_kwargs.overlong_buffer_cfg: write reward_model.overlong_buffer"
+    if buffer.enable and config.algorithm.adv_estimator == "remax":
+        yield (
+            "reward_model.overlong_buffer.enable=True shapes the scores of samples, not of remax's greedy baseline: "
+            "set it to False or take another algorithm.adv_estimator"
+        )
+
+
+def _gdpo(config: Config) -> Messages:
+    algorithm = config.algorithm
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} algorithm.gdpo_reward_keys: "
+            "give one for each key, or null for all 1"
+        )
+    if algorithm.adv_estimator != "gdpo":
+        return
+    if not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys: name the parts of the score that the "
+            "reward function returns beside it, algorithm.gdpo_reward_keys=[accuracy,format]"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.adv_estimator=gdpo compares the parts of the score, so algorithm.use_kl_in_reward=True has no "
+            f"effect: set it to False, {_ACTOR}.use_kl_loss=True is possible"
+        )
 
 
 def _resume(config: Config) -> Messages:
@@ -264,6 +294,7 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _sampling,
     _losses,
     _rewards,
+    _gdpo,
     _resume,
     _not_supported,
 )
@@ -317,6 +348,8 @@ def _group_warnings(config: Config) -> Messages:
             f"algorithm.adv_estimator={estimator} compares the samples of a prompt, but {_ROLLOUT}.n=1: "
             "a group of one has no baseline; set n=8, for example"
         )
+    if config.algorithm.gdpo_reward_keys and estimator != "gdpo":
+        yield f"algorithm.gdpo_reward_keys has no effect with algorithm.adv_estimator={estimator}: set gdpo or no keys"
     if config.critic.enable and estimator not in VALUE_ESTIMATORS:
         yield f"critic.enable=True, but algorithm.adv_estimator={estimator} does not use its values: set it to null"
     if config.actor_rollout_ref.actor.use_kl_loss and config.algorithm.use_kl_in_reward:

@@ -1,0 +1,164 @@
+"""Every advantage estimator and every policy loss that a run may name trains the tiny task on real Ray, FSDP2 and vLLM.
+
+Three names go through `vrl train`. Then all names share one Ray, one pair of worker processes and one engine: actor,
+critic and trainer are put together anew for each, by the functions that `vrl train` uses, and all start from the same
+weights and prompts.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vrl.controller.checkpoints import Checkpoints
+from vrl.controller.compose import load
+from vrl.controller.evaluation import Evaluation
+from vrl.controller.launch import known_names
+from vrl.controller.prepare import prepare
+from vrl.controller.rollout_files import RolloutFiles
+from vrl.controller.run import Started, role_names, run_length, started, trainer_over, training_sampling
+from vrl.controller.run_folder import RunFolder
+from vrl.controller.tracking import Tracker
+from vrl.controller.trainer import Outputs
+from vrl.controller.worker_group import WorkerGroup
+from vrl.protocol.config.builder import fill
+from vrl.protocol.config.rules import check
+
+pytestmark = pytest.mark.ray
+
+STEPS = 2
+BASE = (
+    "trainer.deterministic=True",
+    "trainer.val_before_train=False",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.logger=[console]",
+    "data.val_max_samples=4",
+    "data.train_batch_size=6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=3",  # two updates a step: ratios other than 1
+    "actor_rollout_ref.actor.entropy_coeff=0.0",  # what is left of the gradient comes from the advantages
+    "actor_rollout_ref.rollout.n=4",
+    "warm_start.steps=20",
+    "custom_reward_function.path=reward.py",
+)
+REWARD = """\
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str.strip() == ground_truth)
+    short = 1.0 / (1 + len(solution_str))
+    return {"score": right, "accuracy": right, "short": short}
+"""
+NEEDED = {"gdpo": {"gdpo_reward_keys": ["accuracy", "short"], "gdpo_reward_weights": [1.0, 0.1]}}
+NAMES = known_names()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all algorithms of this file have in common."""
+
+    run: Started
+    rollout: WorkerGroup
+    first_row: Mapping[str, Any]  # where the loader stands at the start
+    folder: RunFolder
+    tracker: Tracker
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory, with model, data and warm start of all runs."""
+    folder, before = tmp_path_factory.mktemp("algorithms"), Path.cwd()
+    (folder / "reward.py").write_text(REWARD)
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def shared(root: Path) -> Iterator[Shared]:
+    config = load("tiny_vl_grpo", BASE).config
+    prepare(config)
+    with (
+        RunFolder.open(root / "all", "") as folder,
+        started(config, gpus=False) as run,
+        Tracker(folder, run.config, total_steps=STEPS, resume_step=0) as tracker,
+    ):
+        groups = run.processes.build(["rollout"], run_length(run.config, STEPS), run.config)
+        yield Shared(run, groups["rollout"], run.data.loader.state_dict(), folder, tracker)
+
+
+def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
+    """Train from the first weights with some settings changed; return the metrics of the steps."""
+    config = fill(shared.run.config, values)
+    assert check(config, NAMES) == ()
+    learners = [role for role in role_names(config) if role != "rollout"]
+    groups = shared.run.processes.build(learners, run_length(config, STEPS), config) | {"rollout": shared.rollout}
+    shared.run.data.loader.load_state_dict(shared.first_row)
+    outputs = Outputs(
+        tracker=shared.tracker,
+        rollout_files=RolloutFiles(shared.folder.path / name),
+        evaluation=Evaluation(
+            prompts=(), sampling=training_sampling(config), greedy_beside=False, files=RolloutFiles(shared.folder.path)
+        ),
+        checkpoints=Checkpoints(shared.folder, config.trainer, export_hf=False),
+    )
+    trainer = trainer_over(config, groups, shared.run.data.loader, STEPS, outputs)
+    trainer.roles.actor.sync_weights_to(trainer.roles.rollout_group, trainer.policy_version)
+    steps: list[Mapping[str, float]] = []
+    for _ in range(STEPS):
+        trainer.global_step += 1
+        steps.append(trainer.step(trainer.loader.next_batch()))
+    return steps
+
+
+def assert_trained(steps: list[Mapping[str, float]]) -> None:
+    """All numbers are finite, no update was left out, and the rewards reached the gradient."""
+    assert len(steps) == STEPS
+    for step in steps:
+        assert {name: value for name, value in step.items() if value is None or not math.isfinite(value)} == {}
+        assert step["training/failed_rows"] == 0
+        assert step.get("actor/skipped_in_a_row", 0) == 0
+    assert max(step["actor/grad_norm"] for step in steps) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.adv_estimator=remax",),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo",),
+        (
+            "algorithm.adv_estimator=grpo_turn",
+            "algorithm.grpo_turn_over_all_turns=True",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-turn-mean-token-mean",
+        ),
+    ],
+    ids=["remax", "gspo", "grpo_turn"],
+)
+def test_a_name_on_the_command_line_trains(root: Path, settings: tuple[str, ...]) -> None:
+    folder = root / settings[0].rpartition("=")[2]
+    run = [sys.executable, "-m", "vrl.controller.cli", "train", f"trainer.default_local_dir={folder}"]
+    done = subprocess.run([*run, *BASE, *settings], cwd=root, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert_trained(steps)
+    assert all(("critic/reward_baselines/mean" in step) == ("remax" in settings[0]) for step in steps)
+
+
+@pytest.mark.parametrize("name", NAMES.adv_estimators)
+def test_every_advantage_estimator_trains(shared: Shared, name: str) -> None:
+    algorithm = {"adv_estimator": name, **NEEDED.get(name, {})}
+    steps = train(shared, {"algorithm": algorithm}, name)
+    assert_trained(steps)
+    assert any(step["critic/advantages/max"] > step["critic/advantages/min"] for step in steps)
+
+
+@pytest.mark.parametrize("name", NAMES.policy_losses)
+def test_every_policy_loss_trains(shared: Shared, name: str) -> None:
+    actor = {"policy_loss": {"loss_mode": name}}
+    assert_trained(train(shared, {"actor_rollout_ref": {"actor": actor}}, f"loss_{name}"))

@@ -1,0 +1,40 @@
+"""The parts of each row's score, as numbers: what reward functions return beside it. `credit.Advantage` calls it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vrl.protocol.columns import DATA_SOURCE, SAMPLE_INDEX, SCORE_EXTRA, UID
+from vrl.protocol.dataproto import DataProto
+from vrl.protocol.errors import RewardError
+
+
+def score_parts(batch: DataProto, keys: Sequence[str]) -> Tensor:
+    """Return float64 `[B, C]`: the part of each of the C keys, from the dicts in column `score_extra`.
+
+    True and false are 1 and 0. Raises RewardError naming the first row and key without a finite number.
+    """
+    extras: list[Mapping[str, Any]] = batch.objects[SCORE_EXTRA].tolist()
+    rows = [[_number(extra.get(key)) for key in keys] for extra in extras]
+    for row, numbers in enumerate(rows):
+        if None in numbers:
+            raise RewardError(_message(batch, row, keys[numbers.index(None)]))
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(batch), len(keys))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _message(batch: DataProto, row: int, key: str) -> str:
+    extra = batch.objects[SCORE_EXTRA][row]
+    found = f"gave {key}={extra[key]!r}, no finite number" if key in extra else f"gave no {key!r}"
+    there = ", ".join(sorted(extra)) or "nothing"
+    return (
+        f"row {row} of the step (sample {int(batch.dense(SAMPLE_INDEX)[row])} of {batch.objects[UID][row]}, data "
+        f"source {batch.objects[DATA_SOURCE][row]}): its reward {found}; beside the score there is {there}. "
+        "Let the reward function return a dict with a number for each of algorithm.gdpo_reward_keys, or change the keys"
+    )
