@@ -1,0 +1,74 @@
+"""Rules across the keys of advantage, loss and reward; `rules` runs them with the others."""
+
+from collections.abc import Iterator
+
+from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
+
+_ACTOR = "actor_rollout_ref.actor"
+
+Messages = Iterator[str]
+
+
+def losses(config: Config) -> Messages:
+    """Bounds of the policy losses, and what the estimator needs of the critic."""
+    actor = config.actor_rollout_ref.actor
+    if not actor.clip_ratio_c > 1:
+        yield f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c}: dual clip needs more than 1, for example 3.0"
+    if not actor.clip_low < 1:
+        key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+        yield f"{_ACTOR}.{key}={actor.clip_low}: less than 1 is wanted, for example 0.2"
+    loss = actor.policy_loss
+    if not loss.clip_cov_lb < loss.clip_cov_ub:
+        yield (
+            f"{_ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} must be below clip_cov_ub={loss.clip_cov_ub}: "
+            "1.0 and 5.0 are usual"
+        )
+    estimator = config.algorithm.adv_estimator
+    if estimator in VALUE_ESTIMATORS and not config.needs_critic:
+        yield f"algorithm.adv_estimator={estimator} needs a critic, but critic.enable=False: set critic.enable=null"
+    if config.trainer.critic_warmup and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic, which "
+            f"algorithm.adv_estimator={estimator} does not use: set critic_warmup=0"
+        )
+
+
+def rewards(config: Config) -> Messages:
+    """Reward shaping."""
+    buffer, longest = config.reward_model.overlong_buffer, config.overlong_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        limit = "data.max_response_length" if config.reward_model.max_resp_len is None else "reward_model.max_resp_len"
+        yield (
+            f"reward_model.overlong_buffer.len={buffer.len} must lie between 1 and {limit}={longest}: "
+            f"set it to {max(1, longest // 4)}, for example, or overlong_buffer.enable=False"
+        )
+    if "overlong_buffer_cfg" in config.reward_model.reward_kwargs:
+        yield "reward_model.reward_kwargs.overlong_buffer_cfg: write reward_model.overlong_buffer"
+    if buffer.enable and config.algorithm.adv_estimator == "remax":
+        yield (
+            "reward_model.overlong_buffer.enable=True shapes the scores of samples, not of remax's greedy baseline: "
+            "set it to False or take another algorithm.adv_estimator"
+        )
+
+
+def gdpo(config: Config) -> Messages:
+    """The parts of the score."""
+    algorithm = config.algorithm
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} algorithm.gdpo_reward_keys: "
+            "give one for each key, or null for all 1"
+        )
+    if algorithm.adv_estimator != "gdpo":
+        return
+    if not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys: name the parts of the score that the "
+            "reward function returns beside it, algorithm.gdpo_reward_keys=[accuracy,format]"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.adv_estimator=gdpo compares the parts of the score, so algorithm.use_kl_in_reward=True has no "
+            f"effect: set it to False, {_ACTOR}.use_kl_loss=True is possible"
+        )
