@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 4])  # 4: more ranks than the models' two key-value heads
+@pytest.mark.parametrize("size", [2, 4])  # 4: attention only, with fewer key-value heads than ranks
 def test_shared_sequences_give_the_results_and_gradients_of_one_rank(
     text_folder: Path, vision_folder: Path, tmp_path: Path, size: int
 ) -> None:

@@ -8,6 +8,7 @@ import io
 import sys
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -53,12 +54,8 @@ def check_exchange(sequence: SequenceGroup) -> None:
 
 def check_refusal(sequence: SequenceGroup) -> None:
     query, key = _noise(1, 1, 3, 2, 4), _noise(2, 1, 1, 2, 4)
-    try:
+    with pytest.raises(ValueError, match="3 query and 1 key-value heads"):
         tokens_to_heads(query, key, key, sequence, 2 * sequence.size)
-    except ValueError as error:
-        assert "3 query and 1 key-value heads" in str(error), error
-        return
-    raise AssertionError("3 heads were spread over the ranks")
 
 
 def check_attention(sequence: SequenceGroup, lengths: tuple[int, ...], kv_heads: int, window: int | None) -> None:
@@ -156,12 +153,8 @@ def check_single_tokens(text: str, sequence: SequenceGroup) -> None:
 
 def check_other_attention(text: str, sequence: SequenceGroup) -> None:
     model = load_policy(text, torch.float32, attn="sdpa")
-    try:
+    with pytest.raises(ValueError, match="varlen"):
         model(pack(torch.arange(20, 30), torch.tensor([0, 10]), sequence=sequence))
-    except ValueError as error:
-        assert "varlen" in str(error), error
-        return
-    raise AssertionError("an attention that cannot exchange ran on a slice")
 
 
 def main() -> None:
@@ -176,9 +169,10 @@ def main() -> None:
         for kv_heads in (4, 2, 1):
             check_attention(sequence, lengths, kv_heads, None)
     check_attention(sequence, (9, 14), 2, 5)
-    check_models(text, vision, sequence)
+    if size == 2:
+        check_models(text, vision, sequence)
+        check_other_attention(text, sequence)
     check_single_tokens(text, sequence)
-    check_other_attention(text, sequence)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,4 @@
-"""One update of the learner is the same however its rows are cut: over ranks, micro-batches, token budgets,
-and over ranks that share sequences."""
+"""One update of the learner is the same however its rows are cut: over ranks, micro-batches, budgets, shared rows."""
 
 import json
 import os

@@ -74,9 +74,9 @@ def predicted_here(
     return index[here], before[here]
 
 
-def by_token(packed: PackedBatch, index: Int[Tensor, " M"], found: Float[Tensor, "C M"]) -> Float[Tensor, "C T"]:
+def by_token(packed: PackedBatch, index: Int[Tensor, " M"], found: Float[Tensor, " M"]) -> Float[Tensor, " T"]:
     """Return results at their tokens, 0 elsewhere; under sequence parallelism those of all ranks, on each of them."""
-    spread = found.new_zeros(len(found), len(packed.input_ids)).index_copy(1, index, found)
+    spread = found.new_zeros(len(packed.input_ids)).index_copy(0, index, found)
     return spread if packed.plans.sequence is None else packed.plans.sequence.join(spread)
 
 

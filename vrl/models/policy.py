@@ -70,9 +70,10 @@ class CausalPolicy(nn.Module):
             want_entropy=want_entropy,
             chunk_tokens=chunk_tokens,
         )
-        found = [log_probs] if entropy is None else [log_probs, entropy]
-        columns = backbone.by_token(packed, index, torch.stack(found))
-        return TokenOutputs(log_probs=columns[0], entropy=None if entropy is None else columns[1])
+        return TokenOutputs(
+            log_probs=backbone.by_token(packed, index, log_probs),
+            entropy=None if entropy is None else backbone.by_token(packed, index, entropy),
+        )
 
     def decoder_layers(self) -> Sequence[nn.Module]:
         """Return the decoder's layers, to shard one by one."""

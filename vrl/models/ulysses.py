@@ -43,7 +43,7 @@ class SequenceGroup:
         begin, share = self.begin(len(whole)), self.share(len(whole))
         return _filled(whole[begin : begin + share], share)
 
-    def join(self, partial: Float[Tensor, "C T"]) -> Float[Tensor, "C T"]:
+    def join(self, partial: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """Return the sum over the ranks of results that are zero but for a rank's own tokens.
 
         All ranks go on to compute the same loss from it. A rank's backward pass starts from the gradient of its own
@@ -127,7 +127,7 @@ def _all_to_all(outgoing: Tensor, sequence: SequenceGroup) -> Tensor:
 class _Join(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, sequence: SequenceGroup) -> Tensor:  # noqa: ARG004 - autograd passes it
-        joined = partial.clone(memory_format=torch.contiguous_format)
+        joined = partial.clone()
         dist.all_reduce(joined, group=sequence.group)
         return joined
 

@@ -44,7 +44,7 @@ class ValueModel(nn.Module):
         hidden = backbone.hidden_states(self.backbone, packed)
         scores = linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())
         index, before = backbone.predicted_here(packed)
-        return backbone.by_token(packed, index, scores[before].T)[0]
+        return backbone.by_token(packed, index, scores[before, 0])
 
     def decoder_layers(self) -> Sequence[nn.Module]:
         """Return the decoder's layers, to shard one by one."""
