@@ -28,6 +28,15 @@ BASE = (
     "trainer.logger=[console]",
 )
 TIMING = ("timing_", "perf/")
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=True",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+)
 
 
 def command(folder: Path, settings: Sequence[str]) -> list[str]:
@@ -109,29 +118,31 @@ def test_a_finished_run_says_so_and_does_nothing(root: Path, first: Path) -> Non
     assert time.monotonic() - begin < 60
 
 
-def test_ppo_with_critic_reference_and_several_updates(root: Path) -> None:
-    folder = train(
-        root,
-        "ppo",
-        [
-            "algorithm.adv_estimator=gae",
-            "algorithm.use_kl_in_reward=True",
-            "actor_rollout_ref.actor.use_kl_loss=True",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-            "actor_rollout_ref.actor.ppo_epochs=2",
-            "trainer.total_training_steps=2",
-            "trainer.test_freq=-1",
-        ],
-    )
-    for step in metrics_of(folder):
+@pytest.fixture(scope="module")
+def ppo(root: Path) -> Path:
+    return train(root, "ppo", PPO)
+
+
+def test_ppo_with_critic_reference_and_several_updates(ppo: Path) -> None:
+    for step in metrics_of(ppo):
         assert step["training/rollout_probs_diff_mean"] <= 1e-5
         assert step["critic/vf_loss"] >= 0
         assert "critic/vf_explained_var" in step
         assert step["critic/grad_norm"] > 0
         assert step["actor/kl_loss"] >= 0
     # The reference is the policy before the first update: no KL in the first step's reward, some in the second's.
-    assert abs(metrics_of(folder)[0]["actor/reward_kl_penalty"]) < 1e-5
-    assert abs(metrics_of(folder)[1]["actor/reward_kl_penalty"]) > 1e-6
+    assert abs(metrics_of(ppo)[0]["actor/reward_kl_penalty"]) < 1e-5
+    assert abs(metrics_of(ppo)[1]["actor/reward_kl_penalty"]) > 1e-6
+
+
+def test_ranks_that_share_sequences_train_alike(root: Path, ppo: Path) -> None:
+    shared = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
+    found, wanted = (metrics_of(folder) for folder in (train(root, "ulysses", [*PPO, *shared]), ppo))
+    assert [step["training/global_step"] for step in found] == [1, 2]
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/vf_loss",
+                 "critic/grad_norm", "critic/values/mean", "critic/score/mean"):  # fmt: skip
+        assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-4, abs=1e-6), name
+    assert found[1]["training/rollout_probs_diff_mean"] <= 1e-5
 
 
 def test_rollout_correction_and_clip_cov_in_two_steps(root: Path) -> None:

@@ -11,10 +11,12 @@ from vrl.protocol.dispatch import (
     Dispatch,
     assign_mini_batches,
     check_columns,
+    from_ranks,
     method_spec,
     mini_batch_shares,
     register,
     row_shares,
+    to_ranks,
 )
 from vrl.protocol.ragged import Ragged
 
@@ -100,6 +102,13 @@ def test_one_row_on_four_ranks() -> None:
 def test_shares_are_balanced_by_tokens() -> None:
     lengths = [100, 1, 100, 1, 100, 1, 100, 1]
     assert [sum(lengths[i] for i in share) for share in row_shares(lengths, 4)] == [101] * 4
+
+
+def test_ranks_that_share_sequences_are_one_to_the_dispatch() -> None:
+    rows = to_ranks(["ab", "cd"], 2)
+    assert rows == ["ab", "ab", "cd", "cd"]
+    assert from_ranks(rows, 2) == ["ab", "cd"]
+    assert from_ranks(to_ranks([[0], []], 1), 1) == [[0], []]
 
 
 # -- mini-batches ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tests.workers.rig import config_of, context_of, prompts_of
 from vrl.algorithms.losses.registry import LossParams, get_policy_loss
-from vrl.models.loading import load_policy
+from vrl.models.loading import load_policy, load_value_model
 from vrl.protocol.columns import (
     ADVANTAGES,
     IMAGE_KEYS,
@@ -20,16 +21,18 @@ from vrl.protocol.columns import (
     OLD_LOG_PROBS,
     POSITION_IDS,
     REF_LOG_PROBS,
+    RETURNS,
     ROLLOUT_LOG_PROBS,
     TURN_IDS,
+    VALUES,
 )
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.ragged import Ragged
 from vrl.protocol.trajectory import content_key
 from vrl.workers import process
-from vrl.workers.building import BuildContext, blocks_of, sharded, stepper
+from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
 from vrl.workers.learner import BatchLimits, Learner
-from vrl.workers.losses import PolicyObjective, SamplingDistribution
+from vrl.workers.losses import PolicyObjective, SamplingDistribution, ValueObjective
 from vrl.workers.process import RankPlace
 
 COPIES = 3
@@ -60,6 +63,8 @@ def rows_of(context: BuildContext, kind: str) -> DataProto:
         OLD_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
         REF_LOG_PROBS: Ragged(noise(0.1).values - 4.0, column.offsets),
         ROLLOUT_LOG_PROBS: noise(0.1),
+        VALUES: noise(0.1),
+        RETURNS: noise(1.0),
         TURN_IDS: Ragged.from_rows([[k - 1 for k in mask] for mask in masks], torch.int32),
     }
     if positions[0] is not None:
@@ -67,11 +72,12 @@ def rows_of(context: BuildContext, kind: str) -> DataProto:
     return DataProto(columns, {IMAGE_KEYS: object_column(keys)}, blobs)
 
 
-def learner_of(context: BuildContext, limits: BatchLimits) -> Learner:
-    policy = load_policy(context.config.actor_rollout_ref.model.path, torch.float32)
-    sharded(policy, blocks_of(policy), context.config.actor_rollout_ref.actor.fsdp_config, context)
-    step = stepper(policy, context.config.actor_rollout_ref.actor.optim, 1.0, 10)
-    return Learner(policy, context.packer(), limits, step)
+def learner_of(context: BuildContext, load: Callable[..., Any], cut: dict[str, Any]) -> Learner:
+    actor = context.config.actor_rollout_ref.actor
+    model = load(context.config.actor_rollout_ref.model.path, torch.float32)
+    sharded(model, blocks_of(model), actor.fsdp_config, context)
+    limits = BatchLimits(max_tokens=cut["max_tokens"], rows=cut["rows"])
+    return learner(model, context, limits, stepper(model, actor.optim, 1.0, 10), cut["shared_by"])
 
 
 def objective_of(context: BuildContext) -> PolicyObjective:
@@ -92,24 +98,43 @@ def weights(learner: Learner) -> torch.Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts]).clone()
 
 
+def checksums(columns: list[Ragged], names: tuple[str, ...], first: int, shared_by: int) -> dict[str, float]:
+    """Return sums over all rows of each column, in which every token counts differently."""
+    sums = torch.zeros(len(names), dtype=torch.float64)
+    for k, column in enumerate(columns):
+        for i, row in enumerate(column.to_rows()):
+            sums[k] += float((row * torch.arange(1, len(row) + 1)).sum()) * (i + 1 + first)
+    dist.all_reduce(sums)
+    return {f"{name}_checksum": value / shared_by for name, value in zip(names, sums.tolist(), strict=True)}
+
+
+def measure_critic(
+    context: BuildContext, mine: DataProto, members: list[int], cut: dict[str, Any], border: int
+) -> dict[str, float]:
+    learner = learner_of(context, load_value_model, cut)
+    columns = learner.infer(mine, lambda module, packed, rows: [module(packed)])
+    objective = ValueObjective(cliprange_value=0.5, mode="token-mean", norm_length=None)
+    metrics = learner.update(mine, [members], objective)
+    found = {"critic/vf_loss": metrics["critic/vf_loss"], "critic/grad_norm": metrics["grad_norm"]}
+    return found | checksums(columns, ("values",), border, cut["shared_by"])
+
+
 def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dict[str, float]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    learner = learner_of(context, BatchLimits(max_tokens=cut["max_tokens"], rows=cut["rows"]))
+    # Two parts at most: neighbouring ranks that share sequences hold the same one.
+    place, parts = dist.get_rank() // cut["shared_by"], dist.get_world_size() // cut["shared_by"]
+    learner = learner_of(context, load_policy, cut)
     first = len(batch) // 2 if cut["first_rank"] is None else cut["first_rank"]
-    border = len(batch) if world == 1 else first
-    mine = batch.rows(slice(0, border)) if rank == 0 else batch.rows(slice(border, None))
+    border = len(batch) if parts == 1 else first
+    mine = batch.rows(slice(0, border)) if place == 0 else batch.rows(slice(border, None))
     objective = objective_of(context)
 
     def run(module, packed, rows):
-        return [module(packed, positions=rows.ragged(LOSS_MASK).values).log_probs]
+        outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want_entropy=True)
+        return [outputs.log_probs, outputs.entropy]
 
-    columns = learner.infer(mine, run)
-    weighted = [
-        float((row * torch.arange(1, len(row) + 1)).sum()) * (i + 1 + (0 if rank == 0 else border))
-        for i, row in enumerate(columns[0].to_rows() if columns else [])
-    ]
-    checksum = torch.tensor([sum(weighted)], dtype=torch.float64)
-    dist.all_reduce(checksum)
+    offset = 0 if place == 0 else border
+    sums = checksums(learner.infer(mine, run), ("log_prob", "entropy"), offset, cut["shared_by"])
+    sums |= measure_critic(context, mine, list(range(len(mine))), cut, offset)
     before = weights(learner)
     metrics = learner.update(mine, [list(range(len(mine)))], objective)
     after = weights(learner)
@@ -123,11 +148,11 @@ def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dic
     learner.update(mine, [list(range(len(mine)))], objective)
     return {name: value for name, value in metrics.items() if not name.startswith("timing")} | {
         "actor/grad_norm": metrics["grad_norm"],
-        "log_prob_checksum": float(checksum),
         "moved": float((after - before).norm()),
         "skipped": float(learner.skipped_steps),
         "moved_by_skipped": float((skipped - after).abs().max()),
         "moved_after_skipped": float((weights(learner) - skipped).abs().max()),
+        **sums,
     }
 
 

@@ -1,4 +1,4 @@
-"""One update of the learner is the same however its rows are cut: over ranks, micro-batches, token budgets."""
+"""One update of the learner is the same however its rows are cut: over ranks, micro-batches, budgets, shared rows."""
 
 import json
 import os
@@ -23,10 +23,12 @@ class Cut:
     max_tokens: int = 10_000
     rows: int | None = None
     first_rank: int | None = None  # rows of rank 0; None: half
+    shared_by: int = 1  # ranks that share their sequences
 
     @property
     def name(self) -> str:
-        return f"world{self.world}-tokens{self.max_tokens}-rows{self.rows}-first{self.first_rank}"
+        cut = f"world{self.world}-tokens{self.max_tokens}-rows{self.rows}-first{self.first_rank}"
+        return cut if self.shared_by == 1 else f"{cut}-shared{self.shared_by}"
 
 
 CUTS = (
@@ -38,8 +40,14 @@ CUTS = (
     Cut(2, max_tokens=70),
     Cut(2, first_rank=0),  # a rank without a row
     Cut(2, first_rank=6),  # and one with very unequal shares
+    Cut(2, shared_by=2),
+    Cut(2, rows=1, shared_by=2),
+    Cut(2, max_tokens=35, shared_by=2),
 )
 WHOLE = Cut(1)
+GROUPS = (Cut(4, shared_by=2), Cut(4, first_rank=0, shared_by=2))  # two groups of two ranks
+COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "moved",
+            "critic/vf_loss", "critic/grad_norm")  # fmt: skip
 
 
 def run_cuts(folder: Path, kind: str, world: int, cuts: list[Cut], out: Path) -> dict[str, dict[str, float]]:
@@ -71,27 +79,43 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("groups")
+    return run_cuts(build_tiny("qwen2", root), "qwen2", 4, list(GROUPS), root / "world4.json")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
 def test_cutting_the_batch_changes_nothing(measured: dict[str, dict[str, float]], cut: Cut) -> None:
     whole, found = measured[WHOLE.name], measured[cut.name]
-    for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "moved"):
+    for name in COMPARED:
         assert found[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-9), name
     assert whole["actor/grad_norm"] > 1e-3  # there was something to compare
     assert whole["moved"] > 0
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("measured", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("cut", GROUPS, ids=lambda cut: cut.name)
+def test_groups_of_ranks_that_share_sequences_change_nothing(
+    measured: dict[str, dict[str, float]], groups: dict[str, dict[str, float]], cut: Cut
+) -> None:
+    for name in (*COMPARED, "log_prob_checksum", "entropy_checksum", "values_checksum"):
+        assert groups[cut.name][name] == pytest.approx(measured[WHOLE.name][name], rel=1e-5, abs=1e-9), name
+
+
+@pytest.mark.dist
 def test_values_and_log_probs_keep_the_order_of_rows(measured: dict[str, dict[str, float]]) -> None:
     whole = measured[WHOLE.name]
     for cut in CUTS:
-        for name in ("log_prob_checksum",):
+        for name in ("log_prob_checksum", "entropy_checksum", "values_checksum"):
             assert measured[cut.name][name] == pytest.approx(whole[name], rel=1e-5), (cut.name, name)
 
 
 @pytest.mark.dist
 def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(measured: dict[str, dict[str, float]]) -> None:
-    for cut in (WHOLE, Cut(2)):
+    for cut in (WHOLE, Cut(2), Cut(2, shared_by=2)):
         assert measured[cut.name]["skipped"] == 1.0
         assert measured[cut.name]["moved_by_skipped"] == 0.0
         assert measured[cut.name]["moved_after_skipped"] > 0.0

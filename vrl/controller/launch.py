@@ -65,6 +65,10 @@ def check_model(config: Config) -> None:
     """Refuse parallel sizes that the model's heads do not fit, once its folder is there."""
     policy = config.actor_rollout_ref
     heads = head_counts(policy.model.path, trust_remote_code=policy.model.trust_remote_code)
+    if config.needs_critic:
+        critic = head_counts(config.critic_model_path, trust_remote_code=config.critic.model.trust_remote_code)
+        key = "critic.ulysses_sequence_parallel_size"
+        check_heads(critic.query, critic.key_value, config.critic.ulysses_sequence_parallel_size, key)
     sizes = {
         "actor_rollout_ref.rollout.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size,
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": policy.actor.ulysses_sequence_parallel_size,

@@ -26,9 +26,11 @@ from vrl.protocol.dispatch import (
     Dispatch,
     MethodSpec,
     check_columns,
+    from_ranks,
     method_spec,
     mini_batch_shares,
     row_shares,
+    to_ranks,
 )
 from vrl.protocol.errors import ConfigError, DataError, WorkerError
 from vrl.protocol.metrics import reduce_metrics
@@ -46,7 +48,7 @@ class ProcessGroup:
 
     def __init__(self, pool: ResourcePool, config: Config) -> None:
         self.pool = pool
-        self._config = config
+        self.config = config
         spec = pool.spec
         device = "cuda" if spec.gpus else "cpu"
         env = dict(environment(device, spec.cpus_per_rank))
@@ -124,12 +126,18 @@ class WorkerGroup:
     def __init__(self, processes: ProcessGroup, role: str) -> None:
         self._processes = processes
         self._class = ROLE_CLASSES[role]
+        self._ranks_a_share = processes.config.sequence_parallel_size(role)
         self.role = role
 
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
         return len(self._processes.handles)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares that rows are cut into: ranks that share sequences count as one."""
+        return self.world_size // self._ranks_a_share
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a registered method on all ranks.
@@ -146,8 +154,8 @@ class WorkerGroup:
         return self._mini_batches(method, batch, others)
 
     def _rows(self, spec: MethodSpec, method: str, batch: DataProto, others: list[Any]) -> DataProto:
-        shares = row_shares(batch.ragged(INPUT_IDS).lengths.tolist(), self.world_size)
-        parts = self._gather(method, [(batch.rows(share), *others) for share in shares])
+        shares = row_shares(batch.ragged(INPUT_IDS).lengths.tolist(), self.data_parallel_size)
+        parts = self._gather_shares(method, [(batch.rows(share), *others) for share in shares])
         order = torch.tensor([row for share in shares for row in share])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
@@ -160,9 +168,15 @@ class WorkerGroup:
 
     def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> dict[str, float]:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist()
-        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.world_size)
+        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.data_parallel_size)
         slim = batch.drop([MINI_BATCH])
-        return reduce_metrics(self._gather(method, [(slim.rows(share.rows), share.steps, *others) for share in shares]))
+        return reduce_metrics(
+            self._gather_shares(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
+        )
+
+    def _gather_shares(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        results = self._gather(method, to_ranks(arguments, self._ranks_a_share))
+        return from_ranks(results, self._ranks_a_share)
 
     def _gather(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         refs = [

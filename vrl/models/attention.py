@@ -6,7 +6,7 @@ precision torch's variable-length flash kernel does it. Elsewhere each run of eq
 `packing.pack` makes the plans, `backbone` passes them along, `loading` selects the function by its name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, final
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from vrl.models.ulysses import SequenceGroup, heads_to_tokens, tokens_to_heads
 
 VARLEN_ATTENTION: Final = "vrl_varlen"
 # Qwen2.5-VL's vision blocks hand a function whole sequences with their bounds only if "flash" is in its name; others
@@ -43,11 +45,14 @@ class Run:
 class AttentionPlans:
     """How one packed batch is attended to: the runs of its rows, and those of each set of vision windows, made once.
 
-    Made by `packing.pack`; travels through the model's keyword arguments to every layer.
+    Made by `packing.pack`; travels through the model's keyword arguments to every layer. `sequence` is set where the
+    decoder holds a slice of the `tokens`; vision layers always hold theirs as a whole.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], sequence: SequenceGroup | None = None) -> None:
         self.rows = plan_runs(lengths)
+        self.tokens = sum(lengths)
+        self.sequence = sequence
         # The tensor is kept beside its plan so that its id cannot be given to another one.
         self._windows: dict[int, tuple[Tensor, tuple[Run, ...]]] = {}
 
@@ -90,23 +95,34 @@ def varlen_attention(
     if unknown or kwargs.get("dropout"):
         raise ValueError(f"attention {VARLEN_ATTENTION!r} does not implement {', '.join(unknown) or 'dropout'}")
     causal = kwargs.get("is_causal") is not False
+    sequence = plans.sequence if causal else None
+    if sequence is None:
+        return _attend_packed((query, key, value), plans, kwargs, causal=causal), None
+    whole = tokens_to_heads(query, key, value, sequence, plans.tokens)
+    return heads_to_tokens(_attend_packed(whole, plans, kwargs, causal=True), sequence), None
+
+
+def _attend_packed(
+    inputs: tuple[Tensor, Tensor, Tensor], plans: AttentionPlans, kwargs: Mapping[str, Any], *, causal: bool
+) -> Float[Tensor, "1 T H D"]:
+    query, key, _ = inputs
     window = kwargs.get("sliding_window") if causal else None
     cu_seqlens = kwargs["cu_seq_lens_q"]
     scale = kwargs.get("scaling")
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in inputs)
         longest = kwargs["max_length_q"]
         reach = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
-        grouped = q.shape[1] != k.shape[1]
+        grouped = query.shape[1] != key.shape[1]
         out: Any = varlen_attn(
             q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=reach, enable_gqa=grouped
         )
-        return out[None], None
+        return out[None]
     runs = plans.rows if causal else plans.windows(cu_seqlens)
     # One split, not a slice a run: the backward pass of a slice fills a whole sequence with zeros.
-    pieces = zip(*(x.split([run.size for run in runs], dim=2) for x in (query, key, value)), strict=True)
+    pieces = zip(*(x.split([run.size for run in runs], dim=2) for x in inputs), strict=True)
     parts = [_attend(run, piece, scale, causal=causal, window=window) for run, piece in zip(runs, pieces, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _attend(

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLModel
 
-from vrl.models.attention import PLANS_KEYWORD
+from vrl.models.attention import PLANS_KEYWORD, VARLEN_ATTENTION
 from vrl.models.packing import PackedBatch
 from vrl.models.qwen2_5_vl import backbone as qwen2_5_vl
 
@@ -17,18 +17,32 @@ def is_vision_language(base: nn.Module) -> TypeGuard[Qwen2_5_VLModel]:
     return isinstance(base, Qwen2_5_VLModel)
 
 
-def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
+def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "N W"]:
     """Return the hidden states of a packed batch before any head; rows never see one another.
 
+    All T of them, or under sequence parallelism this rank's slice, filled up (`predicted_here` knows what is where).
+
     `use_cache=False` always: with a cache, transformers takes the packed sequence for one row and says nothing.
+
+    Raises:
+        ValueError: images for a text model, or a slice of a sequence for an attention that cannot exchange it.
     """
+    sequence = packed.plans.sequence
+    if sequence is not None and _config(base).get_text_config()._attn_implementation != VARLEN_ATTENTION:
+        raise ValueError("sequence parallelism needs attention 'varlen': take attn_implementation out of the overrides")
     if is_vision_language(base):
         return qwen2_5_vl.decode(base, qwen2_5_vl.embed(base, packed), packed)
     if packed.image_grid_thw is not None:
         raise ValueError(f"the batch has images, but a {_config(base).model_type} model takes text only")
+    positions = packed.position_ids
+    if sequence is None:
+        inputs: dict[str, Tensor] = {"input_ids": packed.input_ids[None]}
+    else:
+        positions = sequence.slice(positions)
+        inputs = {"inputs_embeds": _embeddings(base)(sequence.slice(packed.input_ids))[None]}
     return base(
-        input_ids=packed.input_ids[None],
-        position_ids=packed.position_ids[None],
+        **inputs,
+        position_ids=positions[None],
         use_cache=False,
         cu_seq_lens_q=packed.cu_seqlens,
         cu_seq_lens_k=packed.cu_seqlens,
@@ -41,6 +55,29 @@ def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "T W"]:
 def follows(packed: PackedBatch) -> Bool[Tensor, " T"]:
     """Return which tokens have a token before them in their row: all but the first of each."""
     return packed.position_ids != 0
+
+
+def predicted_here(
+    packed: PackedBatch, wanted: Bool[Tensor, " T"] | None = None
+) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
+    """Return the tokens that a head predicts from this rank's hidden states, and the places of these states.
+
+    All tokens but the first of a row, or those `wanted` of them; each has its state at the token before.
+    """
+    asked = follows(packed) if wanted is None else follows(packed) & wanted
+    index = asked.nonzero()[:, 0]
+    sequence = packed.plans.sequence
+    if sequence is None:
+        return index, index - 1
+    before = index - 1 - sequence.begin(packed.plans.tokens)
+    here = (before >= 0) & (before < sequence.share(packed.plans.tokens))
+    return index[here], before[here]
+
+
+def by_token(packed: PackedBatch, index: Int[Tensor, " M"], found: Float[Tensor, " M"]) -> Float[Tensor, " T"]:
+    """Return results at their tokens, 0 elsewhere; under sequence parallelism those of all ranks, on each of them."""
+    spread = found.new_zeros(len(packed.input_ids)).index_copy(0, index, found)
+    return spread if packed.plans.sequence is None else packed.plans.sequence.join(spread)
 
 
 def decoder_layers(base: nn.Module) -> Sequence[nn.Module]:
@@ -56,6 +93,10 @@ def decoder_layers(base: nn.Module) -> Sequence[nn.Module]:
 def vision_blocks(base: nn.Module) -> Sequence[nn.Module]:
     """Return the vision tower's blocks; none for text models."""
     return list(base.visual.blocks) if is_vision_language(base) else []
+
+
+def _embeddings(base: Any) -> nn.Module:
+    return base.get_input_embeddings()
 
 
 def _config(model: nn.Module) -> Any:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vrl.models.attention import AttentionPlans
+from vrl.models.ulysses import SequenceGroup
 
 
 @final
@@ -17,6 +18,7 @@ class PackedBatch:
 
     `position_ids` starts at 0 in each row. `mrope_positions` (time, height, width) is set for models with 3-D positions
     only. `pixel_values` and `image_grid_thw` hold the images of all rows in order; both are None when there are none.
+    Under sequence parallelism (`plans.sequence`) all of it is whole on every rank; the backbone slices.
     """
 
     input_ids: Int[Tensor, " T"]
@@ -52,6 +54,7 @@ def pack(
     positions: Int[Tensor, "T 3"] | None = None,
     pixel_values: Float[Tensor, "P D"] | None = None,
     image_grid_thw: Int[Tensor, "K 3"] | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> PackedBatch:
     """Pack flat rows. All tensors on the host; move the result with `.to(device)`.
 
@@ -61,6 +64,7 @@ def pack(
         positions: 3-D positions, for models that have them; rows restart at 0.
         pixel_values: patches of all images in row order.
         image_grid_thw: time, height and width in patches of each image.
+        sequence: the ranks that share the tokens, each of which packs the same rows; None: this one alone.
 
     Raises:
         ValueError: no token, an empty row, or patches and grids that do not match.
@@ -92,5 +96,5 @@ def pack(
         max_length=int(lengths.max()),
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
-        plans=AttentionPlans(lengths.tolist()),
+        plans=AttentionPlans(lengths.tolist(), sequence),
     )

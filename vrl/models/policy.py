@@ -59,13 +59,10 @@ class CausalPolicy(nn.Module):
             positions: the tokens whose log-probs are wanted; all by default. The first token of a row never has one.
         """
         hidden = backbone.hidden_states(self.hf.base_model, packed)
-        wanted = backbone.follows(packed)
-        if positions is not None:
-            wanted = wanted & positions
-        index = wanted.nonzero()[:, 0]
+        index, before = backbone.predicted_here(packed, positions)
         head: Any = self.hf.get_output_embeddings()  # a linear layer; the library's type allows for none
         log_probs, entropy = token_log_probs(
-            hidden[index - 1],
+            hidden[before],
             (head.weight, head.bias),
             packed.input_ids[index],
             shift=_ban(banned_ids, head.weight),
@@ -73,10 +70,9 @@ class CausalPolicy(nn.Module):
             want_entropy=want_entropy,
             chunk_tokens=chunk_tokens,
         )
-        zeros = log_probs.new_zeros(len(packed.input_ids))
         return TokenOutputs(
-            log_probs=zeros.index_put((index,), log_probs),
-            entropy=None if entropy is None else zeros.index_put((index,), entropy),
+            log_probs=backbone.by_token(packed, index, log_probs),
+            entropy=None if entropy is None else backbone.by_token(packed, index, entropy),
         )
 
     def decoder_layers(self) -> Sequence[nn.Module]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from vrl.models import backbone
@@ -42,8 +42,9 @@ class ValueModel(nn.Module):
     def forward(self, packed: PackedBatch) -> Float[Tensor, " T"]:
         """Return one value a token."""
         hidden = backbone.hidden_states(self.backbone, packed)
-        scores = linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
-        return pad(scores[:-1], (1, 0)).masked_fill(~backbone.follows(packed), 0.0)
+        scores = linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())
+        index, before = backbone.predicted_here(packed)
+        return backbone.by_token(packed, index, scores[before, 0])
 
     def decoder_layers(self) -> Sequence[nn.Module]:
         """Return the decoder's layers, to shard one by one."""

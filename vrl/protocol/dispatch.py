@@ -19,6 +19,7 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import as_array
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Dispatch(Enum):
@@ -71,6 +72,19 @@ def check_columns(spec: MethodSpec, batch: DataProto) -> None:
 def row_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Return each data-parallel rank's rows: equal counts (within one), balanced by tokens."""
     return partition(lengths, ranks, equal_counts=True)
+
+
+def to_ranks(shares: Sequence[T], ranks_a_share: int) -> list[T]:
+    """Return every rank's share from those of the data-parallel ranks.
+
+    `ranks_a_share` neighbouring ranks form a sequence-parallel group, which is one data-parallel rank.
+    """
+    return [share for share in shares for _ in range(ranks_a_share)]
+
+
+def from_ranks(results: Sequence[T], ranks_a_share: int) -> list[T]:
+    """Return the results of the data-parallel ranks: the ranks of a group have the same, its first one's is taken."""
+    return list(results[::ranks_a_share])
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class ActorWorker:
         limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        learn = learner(policy, context, limits, step)
+        learn = learner(policy, context, limits, step, config.sequence_parallel_size("actor"))
         return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(OLD_LOG_PROBS, ENTROPY))
@@ -107,7 +107,8 @@ class ReferenceWorker:
         ref = config.actor_rollout_ref.ref
         policy = _load(context, ref.fsdp_config, frozen=True)
         limits = context.limits(config.ref_token_budget, ref.log_prob_micro_batch_size_per_gpu)
-        return cls(learner(policy, context, limits, None), sampling_distribution(context))
+        learn = learner(policy, context, limits, None, config.sequence_parallel_size("reference"))
+        return cls(learn, sampling_distribution(context))
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
     def log_probs(self, batch: DataProto) -> DataProto:

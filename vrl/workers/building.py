@@ -1,7 +1,7 @@
 """From settings to a sharded module with optimizer and packer: what actor, critic and reference share when built."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vrl.algorithms.schedules import constant_factor, cosine_factor
 from vrl.models.images import ImageCache
 from vrl.models.renderer import HFRenderer
+from vrl.models.ulysses import SequenceGroup
 from vrl.protocol.config.model import FsdpConfig, OptimConfig
 from vrl.protocol.config.schema import Config
 from vrl.workers.learner import BatchLimits, Learner, OptimizerState
 from vrl.workers.microbatch import Packer
-from vrl.workers.process import fsdp_mesh
+from vrl.workers.process import fsdp_mesh, learner_ranks
 from vrl.workers.sharding import Shardable, shard
 
 
@@ -36,9 +37,9 @@ class BuildContext:
             return getattr(torch, wanted)
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def packer(self) -> Packer:
+    def packer(self, sequence: SequenceGroup | None = None) -> Packer:
         """Return a packer for the model; vision-language models need positions and share one image cache."""
-        return Packer(self.images, needs_positions=self.images is not None)
+        return Packer(self.images, needs_positions=self.images is not None, sequence=sequence)
 
     def limits(self, max_tokens: int, rows: int | None) -> BatchLimits:
         """Return the micro-batch limits: by tokens with `use_dynamic_bsz`, else `rows` at a time."""
@@ -85,6 +86,17 @@ def schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     )
 
 
-def learner(module: nn.Module, context: BuildContext, limits: BatchLimits, step: OptimizerState | None) -> Learner:
-    """Return the learner of a sharded module; `step` is None for a frozen one."""
-    return Learner(module, context.packer(), limits, step)
+def learner(
+    module: nn.Module,
+    context: BuildContext,
+    limits: BatchLimits,
+    step: OptimizerState | None,
+    sequence_parallel_size: int = 1,
+) -> Learner:
+    """Return the learner of a sharded module; `step` is None for a frozen one.
+
+    `limits` are of a rank: ranks that share rows have room for so many times the tokens.
+    """
+    ranks = learner_ranks(context.device.type, sequence_parallel_size)
+    together = replace(limits, max_tokens=limits.max_tokens * sequence_parallel_size)
+    return Learner(module, context.packer(ranks.sequence), together, step, ranks.data)

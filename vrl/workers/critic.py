@@ -47,7 +47,7 @@ class CriticWorker:
             mode=critic.loss_agg_mode,
             norm_length=float(config.data.max_response_length),
         )
-        return cls(learner(module, context, limits, step), objective)
+        return cls(learner(module, context, limits, step, config.sequence_parallel_size("critic")), objective)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))
     def values(self, batch: DataProto) -> DataProto:

@@ -86,10 +86,22 @@ class Stopwatch:
 
 
 class Learner:
-    """Runs a module over rows. `stepper` is None for a frozen one."""
+    """Runs a module over rows. `stepper` is None for a frozen one.
 
-    def __init__(self, module: nn.Module, packer: Packer, limits: BatchLimits, stepper: OptimizerState | None) -> None:
+    `data_ranks` hold every row once between them (None: all ranks do). Under sequence parallelism each of the ranks
+    that share a batch holds the same rows and computes the same loss, and is among other `data_ranks` than its peers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        packer: Packer,
+        limits: BatchLimits,
+        stepper: OptimizerState | None,
+        data_ranks: dist.ProcessGroup | None = None,
+    ) -> None:
         self.module = module
+        self._data_ranks = data_ranks
         self.packer = packer
         self.limits = limits
         self.stepper = stepper
@@ -145,7 +157,10 @@ class Learner:
         rows = batch.rows(list(members))
         totals = self._global_counts(loss.counts(rows))
         outputs: list[LossOutput] = []
-        # FSDP averages gradients over its ranks; the loss is a share of the global one, so that the sum is wanted.
+        # FSDP averages gradients over all ranks, and their sum is wanted: the loss is a share of the global one. That
+        # holds for ranks that share a sequence, too. Each computes its rows' whole loss, but a backward pass starts
+        # from the results of the rank's own tokens only (`SequenceGroup.join`), so that the ranks' gradients add up to
+        # that of one loss; a vision tower, run whole on each of them, gets the gradient of their visual tokens.
         scale = float(dist.get_world_size())
         for part in self._plan(rows, list(range(len(rows)))):
             micro = rows.rows(part) if part else dummy_batch(rows, self.packer.needs_positions)
@@ -209,7 +224,7 @@ class Learner:
 
     def _global_counts(self, local: Counts) -> Counts:
         tensor = torch.tensor([local.tokens, local.sequences], dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._data_ranks)
         tokens, sequences = tensor.tolist()
         return Counts(int(tokens), int(sequences))
 
@@ -222,13 +237,13 @@ class Learner:
             sums += torch.stack([output.sums[name].double() for name in names[0]]) if names[0] else 0
             if names[1]:
                 maxima = torch.maximum(maxima, torch.stack([output.maxima[name].double() for name in names[1]]))
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        dist.all_reduce(sums, group=self._data_ranks)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._data_ranks)
         return dict(zip(names[0], sums.tolist(), strict=True)), dict(zip(names[1], maxima.tolist(), strict=True))
 
     def _agree_names(self, outputs: Sequence[LossOutput]) -> tuple[list[str], list[str]]:
         # A rank whose whole share was empty learns the names from the others.
         mine = (sorted(outputs[0].sums), sorted(outputs[0].maxima)) if outputs else None
-        everyone: list[tuple[list[str], list[str]] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone: list[tuple[list[str], list[str]] | None] = [None] * dist.get_world_size(self._data_ranks)
+        dist.all_gather_object(everyone, mine, group=self._data_ranks)
         return next((names for names in everyone if names is not None), ([], []))

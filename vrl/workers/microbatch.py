@@ -5,6 +5,7 @@ from torch import Tensor
 
 from vrl.models.images import ImageCache
 from vrl.models.packing import PackedBatch, pack
+from vrl.models.ulysses import SequenceGroup
 from vrl.protocol.columns import COLUMNS, IMAGE_KEYS, INPUT_IDS, LOSS_MASK, POSITION_IDS
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.ragged import Ragged
@@ -15,8 +16,9 @@ _DUMMY_LENGTH = 4
 class Packer:
     """Packs rows for one model: ids, positions and the pixels of their images (decoded once, cached)."""
 
-    def __init__(self, images: ImageCache | None, needs_positions: bool) -> None:
+    def __init__(self, images: ImageCache | None, needs_positions: bool, sequence: SequenceGroup | None = None) -> None:
         self._images = images
+        self._sequence = sequence
         self.needs_positions = needs_positions
 
     def pack(self, rows: DataProto, device: torch.device) -> PackedBatch:
@@ -24,7 +26,14 @@ class Packer:
         ids = rows.ragged(INPUT_IDS)
         positions = rows.ragged(POSITION_IDS).values if self.needs_positions else None
         pixels, grids = self._pixels(rows)
-        return pack(ids.values, ids.offsets, positions=positions, pixel_values=pixels, image_grid_thw=grids).to(device)
+        return pack(
+            ids.values,
+            ids.offsets,
+            positions=positions,
+            pixel_values=pixels,
+            image_grid_thw=grids,
+            sequence=self._sequence,
+        ).to(device)
 
     def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None]:
         if self._images is None or IMAGE_KEYS not in rows:

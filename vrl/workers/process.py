@@ -8,10 +8,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vrl.models.ulysses import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,25 @@ def fsdp_mesh(device: str, fsdp_size: int) -> DeviceMesh:
     if fsdp_size in (-1, 0) or fsdp_size >= world:
         return init_device_mesh(device, (world,), mesh_dim_names=("fsdp",))
     return init_device_mesh(device, (world // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LearnerRanks:
+    """How the ranks of a learner share its rows.
+
+    `sequence` are the ranks that hold the same rows and share their tokens (None: this rank alone). `data` has one rank
+    of each such group, this one among them: together they hold every row once (None: all ranks).
+    """
+
+    sequence: SequenceGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+
+def learner_ranks(device: str, sequence_parallel_size: int) -> LearnerRanks:
+    """Return the groups of neighbouring ranks that share rows; all ranks call this together."""
+    if sequence_parallel_size == 1:
+        return LearnerRanks()
+    shape = (dist.get_world_size() // sequence_parallel_size, sequence_parallel_size)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "sequence"))
+    return LearnerRanks(SequenceGroup(mesh.get_group("sequence")), mesh.get_group("data"))

@@ -211,8 +211,6 @@ def test_what_is_odd_but_possible_is_a_warning(changes: dict[str, Any], parts: l
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (f"{A}.ulysses_sequence_parallel_size", 2),
-        ("critic.ulysses_sequence_parallel_size", 2),
         ("actor_rollout_ref.rollout.agent.max_turns", 4),
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "tools.yaml"),
         ("data.custom_cls.path", "rows.py"),

@@ -76,6 +76,7 @@ def test_sizes_follow_from_settings():
     )
     assert config.world_size == 16
     assert config.data_parallel_size == 8
+    assert [config.sequence_parallel_size(role) for role in ("actor", "reference", "critic", "rollout")] == [2, 2, 1, 1]
     assert config.num_replicas == 4
     assert config.rows_per_step == 80
     assert config.mini_batches_per_epoch == 3

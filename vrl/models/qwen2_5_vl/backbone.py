@@ -43,8 +43,8 @@ def embed(base: Qwen2_5_VLModel, packed: PackedBatch) -> Float[Tensor, "T W"]:
     return text.masked_scatter(place[:, None], visual.to(text.dtype))
 
 
-def decode(base: Qwen2_5_VLModel, embeddings: Float[Tensor, "T W"], packed: PackedBatch) -> Float[Tensor, "T W"]:
-    """Run the decoder over embeddings; returns the hidden states before the head.
+def decode(base: Qwen2_5_VLModel, embeddings: Float[Tensor, "T W"], packed: PackedBatch) -> Float[Tensor, "N W"]:
+    """Run the decoder over embeddings; returns the hidden states before the head, of this rank's tokens.
 
     The positions have four rows (text, time, height, width): transformers tells the rows of a packed sequence apart by
     the first, and with three rows lets them see one another without an error.
@@ -58,10 +58,13 @@ def decode(base: Qwen2_5_VLModel, embeddings: Float[Tensor, "T W"], packed: Pack
         if packed.image_grid_thw is not None:
             raise ValueError("a batch with images needs 3-D positions: pass `positions` to pack()")
         spatial = text[:, None].expand(-1, 3)
-    positions = torch.cat([text[None], spatial.T])[:, None]
+    positions = torch.cat([text[:, None], spatial], dim=1)
+    sequence = packed.plans.sequence
+    if sequence is not None:
+        embeddings, positions = sequence.slice(embeddings), sequence.slice(positions)
     return base.language_model(
         inputs_embeds=embeddings[None],
-        position_ids=positions,
+        position_ids=positions.T[:, None],
         use_cache=False,
         cu_seq_lens_q=packed.cu_seqlens,
         cu_seq_lens_k=packed.cu_seqlens,

@@ -212,14 +212,9 @@ def _not_supported(config: Config) -> Messages:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
-    sizes = {
-        f"{_ACTOR}.ulysses_sequence_parallel_size": config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
-        "critic.ulysses_sequence_parallel_size": config.critic.ulysses_sequence_parallel_size,
-        f"{_ROLLOUT}.agent.max_turns": config.actor_rollout_ref.rollout.agent.max_turns,
-    }
-    yield from (
-        f"{key}={size} is not supported in this version: set it to 1" for key, size in sizes.items() if size > 1
-    )
+    turns = config.actor_rollout_ref.rollout.agent.max_turns
+    if turns > 1:
+        yield f"{_ROLLOUT}.agent.max_turns={turns} is not supported in this version: set it to 1"
     if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
         yield f"{_ROLLOUT}.multi_turn.tool_config_path is not supported in this version: set it to null"
 

@@ -51,7 +51,16 @@ class Config:
     @property
     def data_parallel_size(self) -> int:
         """Ranks of the actor that hold different rows."""
-        return self.world_size // self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        return self.world_size // self.sequence_parallel_size("actor")
+
+    def sequence_parallel_size(self, role: str) -> int:
+        """Return how many neighbouring ranks of a role hold the same rows and share their tokens."""
+        sizes = {
+            "actor": self.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
+            "reference": self.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
+            "critic": self.critic.ulysses_sequence_parallel_size,
+        }
+        return sizes.get(role, 1)
 
     @property
     def num_replicas(self) -> int:
