@@ -47,6 +47,7 @@ KNOWN: Final = {
     ".venv/bin/vrl data gsm8k OUT --input FILES",
     ".venv/bin/python benchmarks/curves.py OUT.png RUN/metrics.jsonl",
     ".venv/bin/python benchmarks/run_shares.py RUN/metrics.jsonl",
+    ".venv/bin/python benchmarks/generation.py",
 }
 
 
@@ -88,6 +89,8 @@ def test_training_measuring_and_drawing(tmp_path: Path) -> None:
     assert (tmp_path / "OUT.png").read_bytes().startswith(b"\x89PNG")
     shares = run(f"{sys.executable} {ROOT}/benchmarks/run_shares.py RUN/metrics.jsonl", tmp_path)
     assert "engine + learner" in shares
+    ratio = run(f"{sys.executable} {ROOT}/benchmarks/generation.py 2", tmp_path)  # with the model and data made above
+    assert "rollout / bare engine" in ratio
 
 
 def run(command: str, folder: Path) -> str:
