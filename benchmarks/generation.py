@@ -69,7 +69,7 @@ def main() -> None:
         device="cpu",
     )  # fmt: skip
     host = WorkerHost(place, config)
-    host.build(["actor", "rollout"], RunLength(actor=1, critic=1))
+    host.build(["actor", "rollout"], RunLength(actor=1, critic=1), config)
     engine: Any = host._roles["rollout"]._engine
     sampling = training_sampling(config)
     ratios: list[float] = []
