@@ -4,11 +4,20 @@ from typing import Any
 
 import pytest
 
+from vrl.algorithms.advantages.registry import get_advantage, known_advantages
 from vrl.controller.launch import known_names
 from vrl.controller.run import needs_old_log_probs
 from vrl.protocol.config.builder import build
+from vrl.protocol.config.rules import GROUP_ESTIMATORS
+from vrl.protocol.config.schema import VALUE_ESTIMATORS
 
 ONE_UPDATE = {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
+
+
+def test_the_settings_name_estimators_as_the_registry_does():
+    estimators = {name: get_advantage(name) for name in known_advantages()}
+    assert {name for name, one in estimators.items() if one.needs_critic} == VALUE_ESTIMATORS
+    assert set(GROUP_ESTIMATORS) <= estimators.keys()
 
 
 def test_losses_that_choose_tokens_can_be_run_and_those_over_groups_cannot():

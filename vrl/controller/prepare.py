@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def _smollm2(folder: Path) -> None:
 
 
 def _reasoning_gym(folder: Path, seed: int) -> None:
-    from vrl.data.reasoning_gym_tasks import write_reasoning_gym_data  # noqa: PLC0415  (takes seconds to import)
+    with warnings.catch_warnings():  # of a package it uses, when Python compiles it: nothing a person here can act on
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from vrl.data.reasoning_gym_tasks import write_reasoning_gym_data  # noqa: PLC0415  (takes seconds to import)
 
     write_reasoning_gym_data(folder, seed)
 

@@ -48,7 +48,6 @@ class ProcessGroup:
 
     def __init__(self, pool: ResourcePool, config: Config) -> None:
         self.pool = pool
-        self.config = config
         spec = pool.spec
         device = "cuda" if spec.gpus else "cpu"
         env = dict(environment(device, spec.cpus_per_rank))
@@ -86,7 +85,7 @@ class ProcessGroup:
             [handle.build.remote(list(roles), length, config) for handle in self.handles],
             f"building {', '.join(roles)}",
         )
-        return {role: WorkerGroup(self, role) for role in roles}
+        return {role: WorkerGroup(self, role, config.sequence_parallel_size(role)) for role in roles}
 
     def gather(self, refs: Sequence[Any], what: str) -> list[Any]:
         """Return all results in rank order; the first failure ends the wait at once.
@@ -123,10 +122,10 @@ class ProcessGroup:
 class WorkerGroup:
     """One role on all ranks of a process group."""
 
-    def __init__(self, processes: ProcessGroup, role: str) -> None:
+    def __init__(self, processes: ProcessGroup, role: str, ranks_a_share: int) -> None:
         self._processes = processes
         self._class = ROLE_CLASSES[role]
-        self._ranks_a_share = processes.config.sequence_parallel_size(role)
+        self._ranks_a_share = ranks_a_share
         self.role = role
 
     @property

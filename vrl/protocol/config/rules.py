@@ -16,7 +16,7 @@ from vrl.protocol.errors import ConfigError
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
 GROUP_ESTIMATORS = (
-    *("grpo", "dr_grpo", "grpo_passk", "grpo_turn", "gdpo"),
+    *("grpo", "grpo_passk", "grpo_turn", "gdpo"),
     *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
 )
 
