@@ -104,7 +104,11 @@ def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[
         tracker=shared.tracker,
         rollout_files=RolloutFiles(shared.folder.path / name),
         evaluation=Evaluation(
-            prompts=(), sampling=training_sampling(config), greedy_beside=False, files=RolloutFiles(shared.folder.path)
+            prompts=(),
+            sampling=training_sampling(config),
+            greedy_beside=False,
+            files=RolloutFiles(shared.folder.path),
+            show=shared.tracker.log_samples,
         ),
         checkpoints=Checkpoints(shared.folder, config.trainer, export_hf=False),
     )

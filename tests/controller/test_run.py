@@ -161,8 +161,16 @@ def test_rollout_correction_and_clip_cov_in_two_steps(root: Path) -> None:
             "reward_model.overlong_buffer.penalty_factor=0.5",
             "trainer.total_training_steps=2",
             "trainer.test_freq=-1",
+            "trainer.rollout_data_dir=read/rollouts",
+            "trainer.validation_data_dir=read/validation",
+            "trainer.log_val_generations=2",
+            "trainer.logger=[console,tensorboard]",
         ],
     )
+    assert {path.name for path in (root / "read" / "rollouts").glob("*.jsonl")} == {"step_1.jsonl", "step_2.jsonl"}
+    assert {path.name for path in (root / "read" / "validation").glob("*.jsonl")} == {"step_2.jsonl"}
+    (events,) = (folder / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"val/generations/1") == 1
     steps = metrics_of(folder)
     assert len(steps) == 2
     for step in steps:

@@ -1,14 +1,16 @@
 """Evaluation on the held-out rows: exactly those rows, sampled as `rollout.val_kwargs` says, and greedily beside it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+from vrl.controller.data_metrics import row_sums
 from vrl.controller.roles import Generated, Rollout
 from vrl.controller.rollout_files import RolloutFiles
+from vrl.controller.tracking import Sample
 from vrl.controller.validation_metrics import validation_metrics
-from vrl.protocol.columns import DATA_SOURCE, SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
+from vrl.protocol.columns import DATA_SOURCE, PROMPT_TEXT, RESPONSE_TEXT, SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
 from vrl.protocol.trajectory import Prompt, Sampling
 
 
@@ -21,6 +23,7 @@ class Evaluation:
     sampling: Sampling
     greedy_beside: bool
     files: RolloutFiles
+    show: Callable[[Sequence[Sample], int], None]  # some of the episodes, with the step
 
     def run(self, rollout: Rollout, step: int) -> dict[str, float]:
         """Return `val-core/*`, `val-aux/*` and the seconds it took."""
@@ -30,6 +33,7 @@ class Evaluation:
         # The step is left out of the seeds: the same weights give the same answers whenever they are asked.
         generated = rollout.generate(self.prompts, self.sampling, 0)
         self.files.write(generated, step)
+        self.show(_samples(generated), step)
         metrics = _metrics(generated)
         if self.greedy_beside and not self.sampling.greedy:
             greedy = rollout.generate(self.prompts, replace(self.sampling, temperature=0.0, n=1), 0)
@@ -39,6 +43,15 @@ class Evaluation:
         metrics["training/failed_val_rows"] = float(len(generated.failed))
         metrics["timing_s/testing"] = time.perf_counter() - begin
         return metrics
+
+
+def _samples(generated: Generated) -> list[Sample]:
+    rows = generated.rows
+    if not len(rows):
+        return []
+    texts = zip(rows.objects[PROMPT_TEXT], rows.objects[RESPONSE_TEXT], strict=True)
+    scores = row_sums(rows, TOKEN_LEVEL_SCORES).tolist()
+    return [Sample(prompt=prompt, response=text, score=x) for (prompt, text), x in zip(texts, scores, strict=True)]
 
 
 def _metrics(generated: Generated) -> dict[str, float]:

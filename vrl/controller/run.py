@@ -151,8 +151,8 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
         with Tracker(folder, config, total_steps=steps, resume_step=checkpoints.start_step()) as tracker:
             outputs = Outputs(
                 tracker=tracker,
-                rollout_files=RolloutFiles(folder.rollouts),
-                evaluation=_evaluation(config, run.data.validation, folder.validation),
+                rollout_files=RolloutFiles(Path(config.trainer.rollout_data_dir or folder.rollouts)),
+                evaluation=_evaluation(config, run.data.validation, folder.validation, tracker),
                 checkpoints=checkpoints,
             )
             yield trainer_over(config, groups, loader, steps, outputs)
@@ -278,7 +278,7 @@ def training_sampling(config: Config) -> Sampling:
     )
 
 
-def _evaluation(config: Config, prompts: list[Prompt], folder: Path) -> Evaluation:
+def _evaluation(config: Config, prompts: list[Prompt], folder: Path, tracker: Tracker) -> Evaluation:
     wanted = config.actor_rollout_ref.rollout.val_kwargs
     sampling = Sampling(
         temperature=wanted.effective_temperature,
@@ -289,4 +289,10 @@ def _evaluation(config: Config, prompts: list[Prompt], folder: Path) -> Evaluati
         n=wanted.n,
         seed=config.rollout_seed + 1,
     )
-    return Evaluation(prompts=prompts, sampling=sampling, greedy_beside=True, files=RolloutFiles(folder))
+    return Evaluation(
+        prompts=prompts,
+        sampling=sampling,
+        greedy_beside=True,
+        files=RolloutFiles(Path(config.trainer.validation_data_dir or folder)),
+        show=tracker.log_samples,
+    )

@@ -8,7 +8,15 @@ import pytest
 from vrl.protocol.config.builder import build
 from vrl.protocol.config.keys import key_types
 from vrl.protocol.config.ranges import LIMITS
-from vrl.protocol.config.rules import KnownNames, Machine, check, check_heads, heads_fit, largest_divisor
+from vrl.protocol.config.rules import (
+    WITHOUT_EFFECT,
+    KnownNames,
+    Machine,
+    check,
+    check_heads,
+    heads_fit,
+    largest_divisor,
+)
 from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
@@ -181,6 +189,8 @@ def test_thresholds_are_numbers_or_two_numbers_as_text():
 
 
 WARNINGS = [
+    ({"trainer.balance_batch": False}, ["trainer.balance_batch=False has no effect"]),
+    ({f"{R}.agent.max_retries": 9}, ["agent.max_retries=9 has no effect"]),
     ({f"{R}.n": 1}, ["adv_estimator=grpo", "rollout.n=1", "n=8"]),
     ({"algorithm.adv_estimator": "grpo_turn", f"{R}.n": 1}, ["adv_estimator=grpo_turn", "rollout.n=1"]),
     ({"algorithm.gdpo_reward_keys": ["acc"]}, ["gdpo_reward_keys has no effect", "adv_estimator=grpo"]),
@@ -249,6 +259,10 @@ def test_heads_and_parallel_size(query: int, kv: int, fit: tuple[int, ...], misf
 
 def test_largest_divisor():
     assert [largest_divisor(20, limit) for limit in (1, 3, 8, 20, 99)] == [1, 2, 5, 20, 20]
+
+
+def test_every_key_without_effect_is_a_setting():
+    assert [key for key in WITHOUT_EFFECT if key not in key_types()] == []
 
 
 def test_every_key_with_a_range_is_a_setting():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from vrl.protocol.config import algorithm_rules
-from vrl.protocol.config.ranges import range_errors
+from vrl.protocol.config.ranges import range_errors, value_of
 from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
 from vrl.protocol.errors import ConfigError
 
@@ -18,6 +18,20 @@ MAX_TEMPERATURE = 2.0  # vLLM refuses more
 GROUP_ESTIMATORS = (
     *("grpo", "grpo_passk", "grpo_turn", "gdpo"),
     *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
+)
+
+# Taken because verl's files have them; a value of one's own gets a warning. Most are for episodes of several turns.
+WITHOUT_EFFECT = (
+    f"{_MODEL}.external_lib",
+    f"{_ACTOR}.checkpoint.load_contents",
+    *(f"{_ROLLOUT}.agent.{name}" for name in ("concurrent_workers", "episode_timeout", "max_retries")),
+    *(
+        f"{_ROLLOUT}.multi_turn.{name}"
+        for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
+    ),
+    "critic.model.external_lib",
+    "critic.checkpoint.load_contents",
+    "trainer.balance_batch",
 )
 
 Messages = Iterator[str]
@@ -315,6 +329,13 @@ def _size_warnings(config: Config) -> Messages:
         )
 
 
+def _effect_warnings(config: Config) -> Messages:
+    defaults = Config()
+    for key in WITHOUT_EFFECT:
+        if value_of(config, key) != value_of(defaults, key):
+            yield f"{key}={value_of(config, key)} has no effect in this version"
+
+
 def _run_warnings(config: Config) -> Messages:
     trainer = config.trainer
     roles = {
@@ -340,4 +361,9 @@ def _run_warnings(config: Config) -> Messages:
         yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
 
 
-WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (_group_warnings, _size_warnings, _run_warnings)
+WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
+    _group_warnings,
+    _size_warnings,
+    _effect_warnings,
+    _run_warnings,
+)
