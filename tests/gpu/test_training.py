@@ -23,10 +23,21 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_a_run_with_evaluations_between_steps(tmp_path: Path, estimator: str) -> None:
+OFFLOAD = (
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "critic.fsdp_config.param_offload=True",
+    "critic.fsdp_config.optimizer_offload=True",
+    "actor_rollout_ref.model.enable_activation_offload=True",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
+
+
+@pytest.mark.parametrize(("estimator", "more"), [("grpo", ()), ("gae", ()), ("gae", OFFLOAD)])
+def test_a_run_with_evaluations_between_steps(tmp_path: Path, estimator: str, more: tuple[str, ...]) -> None:
     """An evaluation follows a weight sync, before the next sleep: an engine asleep has no weights to answer with."""
-    given = [f"trainer.default_local_dir={tmp_path / 'run'}", f"algorithm.adv_estimator={estimator}", *SETTINGS]
+    given = [f"trainer.default_local_dir={tmp_path / 'run'}", f"algorithm.adv_estimator={estimator}", *SETTINGS, *more]
     done = subprocess.run(
         [sys.executable, "-m", "vrl.controller.cli", "train", *given],
         cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,

@@ -1,4 +1,4 @@
-"""One rank of test_learner.py: runs each cut from fresh weights and writes rank 0's metrics."""
+"""One rank of test_learner.py: runs each way from fresh weights and writes what rank 0 found."""
 
 import json
 import os
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.workers.rig import config_of, context_of, prompts_of
+from tests.workers.invariance import Way
+from tests.workers.padded import PaddedPolicy, PaddedValue
+from tests.workers.rig import config_of, context_of, png, prompt, prompts_of
 from vrl.algorithms.losses.registry import LossParams, get_policy_loss
 from vrl.models.loading import load_policy, load_value_model
 from vrl.protocol.columns import (
@@ -26,30 +28,35 @@ from vrl.protocol.columns import (
     TURN_IDS,
     VALUES,
 )
+from vrl.protocol.config.model import FsdpConfig
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.ragged import Ragged
 from vrl.protocol.trajectory import content_key
 from vrl.workers import process
 from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
-from vrl.workers.learner import BatchLimits, Learner
+from vrl.workers.learner import BatchLimits, Learner, Residence
 from vrl.workers.losses import PolicyObjective, SamplingDistribution, ValueObjective
+from vrl.workers.offload import Offload
 from vrl.workers.process import RankPlace
 
 COPIES = 3
 
 
 def rows_of(context: BuildContext, kind: str) -> DataProto:
-    """Return rows with 0, 1 and 2 images, random answers, advantages and old log-probs."""
+    """Return rows with 0, 1, 2 and 3 images, random answers, advantages and old log-probs."""
     draw = torch.Generator().manual_seed(3)
     ids, masks, positions, keys, blobs = [], [], [], [], {}
-    for prompt in prompts_of(kind) * COPIES:
-        before = context.renderer.expand(context.renderer.render(prompt.messages), prompt.images)
+    prompts = prompts_of(kind)
+    if kind != "qwen2":
+        prompts.append(prompt("three", "<image><image> or <image>", [png(60, 90, 4), png(30, 120, 5), png(56, 56, 6)]))
+    for given in prompts * COPIES:
+        before = context.renderer.expand(context.renderer.render(given.messages), given.images)
         answer = torch.randint(30, 200, (int(torch.randint(2, 9, (1,), generator=draw)),), generator=draw).tolist()
         ids.append(before + answer)
         masks.append([0] * len(before) + [1] * len(answer))
-        positions.append(context.renderer.positions(ids[-1], prompt.images))
-        keys.append(tuple(content_key(image) for image in prompt.images))
-        blobs |= {content_key(image): image for image in prompt.images}
+        positions.append(context.renderer.positions(ids[-1], given.images))
+        keys.append(tuple(content_key(image) for image in given.images))
+        blobs |= {content_key(image): image for image in given.images}
     column = Ragged.from_rows(ids, torch.int64)
     total = len(column.values)
 
@@ -72,12 +79,19 @@ def rows_of(context: BuildContext, kind: str) -> DataProto:
     return DataProto(columns, {IMAGE_KEYS: object_column(keys)}, blobs)
 
 
-def learner_of(context: BuildContext, load: Callable[..., Any], cut: dict[str, Any]) -> Learner:
+def learner_of(context: BuildContext, load: Callable[..., Any], way: Way) -> Learner:
     actor = context.config.actor_rollout_ref.actor
-    model = load(context.config.actor_rollout_ref.model.path, torch.float32)
-    sharded(model, blocks_of(model), actor.fsdp_config, context)
-    limits = BatchLimits(max_tokens=cut["max_tokens"], rows=cut["rows"])
-    return learner(model, context, limits, stepper(model, actor.optim, 1.0, 10), cut["shared_by"])
+    model = load(context.config.actor_rollout_ref.model.path, torch.float32, gradient_checkpointing=way.checkpointing)
+    if way.padded:
+        model = PaddedPolicy(model) if load is load_policy else PaddedValue(model)
+    else:
+        sharded(model, blocks_of(model), FsdpConfig(fsdp_size=way.fsdp_size), context)
+    limits = BatchLimits(max_tokens=way.max_tokens, rows=way.rows)
+    step = stepper(model, actor.optim, 1.0, 10)
+    learn = learner(model, context, limits, step, Residence(activations=way.offload), way.shared_by)
+    if way.offload:  # from one memory to the same one, but through all that a GPU's would go through
+        learn.offload = Offload(model, step.optimizer, context.device, parameters=True, state=True)
+    return learn
 
 
 def objective_of(context: BuildContext) -> PolicyObjective:
@@ -98,43 +112,44 @@ def weights(learner: Learner) -> torch.Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts]).clone()
 
 
-def checksums(columns: list[Ragged], names: tuple[str, ...], first: int, shared_by: int) -> dict[str, float]:
-    """Return sums over all rows of each column, in which every token counts differently."""
-    sums = torch.zeros(len(names), dtype=torch.float64)
-    for k, column in enumerate(columns):
-        for i, row in enumerate(column.to_rows()):
-            sums[k] += float((row * torch.arange(1, len(row) + 1)).sum()) * (i + 1 + first)
-    dist.all_reduce(sums)
-    return {f"{name}_checksum": value / shared_by for name, value in zip(names, sums.tolist(), strict=True)}
+def per_token(columns: list[Ragged], names: tuple[str, ...], shared_by: int) -> dict[str, list[float]]:
+    """Return each column of all rows, in the order of rows."""
+    mine = [column.values.tolist() for column in columns] or [[] for _ in names]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    parts = everyone[::shared_by]  # neighbouring ranks that share sequences hold the same rows
+    return {name: [value for part in parts for value in part[k]] for k, name in enumerate(names)}
 
 
-def measure_critic(
-    context: BuildContext, mine: DataProto, members: list[int], cut: dict[str, Any], border: int
-) -> dict[str, float]:
-    learner = learner_of(context, load_value_model, cut)
+def measure_critic(context: BuildContext, mine: DataProto, members: list[int], way: Way) -> dict[str, Any]:
+    learner = learner_of(context, load_value_model, way)
     columns = learner.infer(mine, lambda module, packed, rows: [module(packed)])
     objective = ValueObjective(cliprange_value=0.5, mode="token-mean", norm_length=None)
     metrics = learner.update(mine, [members], objective)
     found = {"critic/vf_loss": metrics["critic/vf_loss"], "critic/grad_norm": metrics["grad_norm"]}
-    return found | checksums(columns, ("values",), border, cut["shared_by"])
+    return found | per_token(columns, ("values",), way.shared_by)
 
 
-def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dict[str, float]:
+def share_of(rows: int, place: int, parts: int, way: Way) -> slice:
+    """Return the rows of a part; the first two differ in size where the way says so."""
+    if way.first_rank is None or parts == 1:
+        return slice(rows * place // parts, rows * (place + 1) // parts)
+    return slice(0, way.first_rank) if place == 0 else slice(way.first_rank, rows)
+
+
+def measure(context: BuildContext, batch: DataProto, way: Way) -> dict[str, Any]:
     # Two parts at most: neighbouring ranks that share sequences hold the same one.
-    place, parts = dist.get_rank() // cut["shared_by"], dist.get_world_size() // cut["shared_by"]
-    learner = learner_of(context, load_policy, cut)
-    first = len(batch) // 2 if cut["first_rank"] is None else cut["first_rank"]
-    border = len(batch) if parts == 1 else first
-    mine = batch.rows(slice(0, border)) if place == 0 else batch.rows(slice(border, None))
+    place, parts = dist.get_rank() // way.shared_by, dist.get_world_size() // way.shared_by
+    learner = learner_of(context, load_policy, way)
+    mine = batch.rows(share_of(len(batch), place, parts, way))
     objective = objective_of(context)
 
     def run(module, packed, rows):
         outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want_entropy=True)
         return [outputs.log_probs, outputs.entropy]
 
-    offset = 0 if place == 0 else border
-    sums = checksums(learner.infer(mine, run), ("log_prob", "entropy"), offset, cut["shared_by"])
-    sums |= measure_critic(context, mine, list(range(len(mine))), cut, offset)
+    columns = per_token(learner.infer(mine, run), ("log_probs", "entropy"), way.shared_by)
+    columns |= measure_critic(context, mine, list(range(len(mine))), way)
     before = weights(learner)
     metrics = learner.update(mine, [list(range(len(mine)))], objective)
     after = weights(learner)
@@ -152,7 +167,7 @@ def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dic
         "skipped": float(learner.skipped_steps),
         "moved_by_skipped": float((skipped - after).abs().max()),
         "moved_after_skipped": float((weights(learner) - skipped).abs().max()),
-        **sums,
+        **columns,
     }
 
 
@@ -172,7 +187,7 @@ def main() -> None:
     )
     context = context_of(config_of(Path(given["folder"]), world))
     batch = rows_of(context, given["kind"])
-    found = [measure(context, batch, cut) for cut in given["cuts"]]
+    found = [measure(context, batch, Way(**way)) for way in given["ways"]]
     if rank == 0:
         Path(given["out"]).write_text(json.dumps(found))
     process.stop()

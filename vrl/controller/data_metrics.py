@@ -122,6 +122,12 @@ def balance_metrics(batch: DataProto, ranks: int) -> dict[str, float]:
     }
 
 
+def own_processes() -> list[int]:
+    """Return this process and all that it started on this machine: Ray, workers, reward processes."""
+    me = psutil.Process()
+    return [me.pid, *(child.pid for child in me.children(recursive=True))]
+
+
 def memory_used_gb(pids: Iterable[int]) -> float:
     """Return the memory of processes of this machine in GiB: what each has for itself, and what they share once.
 

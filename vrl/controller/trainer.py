@@ -11,7 +11,14 @@ from vrl.controller.baseline import Baseline
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.corrections import Corrections, TokenChoice, none_selected
 from vrl.controller.credit import Advantage, Rewards
-from vrl.controller.data_metrics import data_metrics, failure_metrics, performance_metrics
+from vrl.controller.data_metrics import (
+    balance_metrics,
+    data_metrics,
+    failure_metrics,
+    memory_used_gb,
+    own_processes,
+    performance_metrics,
+)
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values
 from vrl.controller.rollout_files import RolloutFiles
@@ -232,6 +239,8 @@ class Trainer:
             **generated.timing,
             **timer.seconds,
             **performance_metrics(timer.seconds, batch, self.plan.ranks),
+            **balance_metrics(batch, self.plan.ranks),
+            "perf/cpu_memory_used_gb": memory_used_gb(own_processes()),
         }
 
     def _due(self, freq: int) -> bool:

@@ -19,7 +19,7 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
-from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
+from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded, stepper
 from vrl.workers.learner import Learner
 from vrl.workers.losses import (
     REQUIRED_BY_POLICY,
@@ -53,7 +53,8 @@ class ActorWorker:
         limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        learn = learner(policy, context, limits, step, config.sequence_parallel_size("actor"))
+        stays = residence(actor.fsdp_config, config.actor_rollout_ref.model.enable_activation_offload)
+        learn = learner(policy, context, limits, step, stays, config.sequence_parallel_size("actor"))
         return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(OLD_LOG_PROBS, ENTROPY))
@@ -74,7 +75,8 @@ class ActorWorker:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by Hugging Face name; all ranks must exhaust it together."""
-        return full_parameters(self._policy.hf_named_parameters(), self._bucket_bytes)
+        with self._learner.offload.loaded():
+            yield from full_parameters(self._policy.hf_named_parameters(), self._bucket_bytes)
 
     @register(Dispatch.ALL)
     def save(self, folder: Path) -> None:
@@ -107,7 +109,8 @@ class ReferenceWorker:
         ref = config.actor_rollout_ref.ref
         policy = _load(context, ref.fsdp_config, frozen=True)
         limits = context.limits(config.ref_token_budget, ref.log_prob_micro_batch_size_per_gpu)
-        learn = learner(policy, context, limits, None, config.sequence_parallel_size("reference"))
+        stays = residence(ref.fsdp_config)
+        learn = learner(policy, context, limits, None, stays, config.sequence_parallel_size("reference"))
         return cls(learn, sampling_distribution(context))
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))

@@ -15,7 +15,7 @@ from vrl.models.renderer import HFRenderer
 from vrl.models.ulysses import SequenceGroup
 from vrl.protocol.config.model import FsdpConfig, OptimConfig
 from vrl.protocol.config.schema import Config
-from vrl.workers.learner import BatchLimits, Learner, OptimizerState
+from vrl.workers.learner import BatchLimits, Learner, OptimizerState, Residence
 from vrl.workers.microbatch import Packer
 from vrl.workers.process import fsdp_mesh, learner_ranks
 from vrl.workers.sharding import Shardable, shard
@@ -91,6 +91,7 @@ def learner(
     context: BuildContext,
     limits: BatchLimits,
     step: OptimizerState | None,
+    residence: Residence,
     sequence_parallel_size: int = 1,
 ) -> Learner:
     """Return the learner of a sharded module; `step` is None for a frozen one.
@@ -99,4 +100,9 @@ def learner(
     """
     ranks = learner_ranks(context.device.type, sequence_parallel_size)
     together = replace(limits, max_tokens=limits.max_tokens * sequence_parallel_size)
-    return Learner(module, context.packer(ranks.sequence), together, step, ranks.data)
+    return Learner(module, context.packer(ranks.sequence), together, step, ranks.data, residence)
+
+
+def residence(config: FsdpConfig, activations: bool = False) -> Residence:
+    """Return what of a role waits in host memory."""
+    return Residence(parameters=config.param_offload, optimizer=config.optimizer_offload, activations=activations)

@@ -18,25 +18,27 @@ def is_writer() -> bool:
 
 def save(folder: Path, learner: Learner) -> None:
     """Write weights, optimizer state and counters. All ranks call it; the folder must not exist yet."""
-    state_dict_saver.save(_state(learner), checkpoint_id=str(folder))
+    with learner.offload.loaded(optimizer=True):
+        state_dict_saver.save(_state(learner), checkpoint_id=str(folder))
 
 
 def load(folder: Path, learner: Learner) -> None:
     """Read what `save` wrote, in place. Raises DataError naming what the checkpoint lacks."""
     if not (folder / ".metadata").is_file():
         raise DataError(f"checkpoint {folder} is not complete: it has no .metadata file")
-    state = _state(learner)
-    try:
-        state_dict_loader.load(state, checkpoint_id=str(folder))
-    except RuntimeError as error:
-        raise DataError(f"checkpoint {folder} does not fit this model and optimizer: {error}") from error
     assert learner.stepper is not None
-    set_state_dict(
-        learner.module,
-        learner.stepper.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    with learner.offload.loaded(optimizer=True):
+        state = _state(learner)
+        try:
+            state_dict_loader.load(state, checkpoint_id=str(folder))
+        except RuntimeError as error:
+            raise DataError(f"checkpoint {folder} does not fit this model and optimizer: {error}") from error
+        set_state_dict(
+            learner.module,
+            learner.stepper.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
     learner.steps_taken = state["counters"]["steps_taken"]
     learner.skipped_steps = state["counters"]["skipped_steps"]
 

@@ -13,7 +13,7 @@ from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, VALUES
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
-from vrl.workers.building import BuildContext, blocks_of, learner, sharded, stepper
+from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded, stepper
 from vrl.workers.learner import Learner
 from vrl.workers.losses import REQUIRED_BY_VALUE, ValueObjective
 
@@ -47,7 +47,9 @@ class CriticWorker:
             mode=critic.loss_agg_mode,
             norm_length=float(config.data.max_response_length),
         )
-        return cls(learner(module, context, limits, step, config.sequence_parallel_size("critic")), objective)
+        stays = residence(critic.fsdp_config, critic.model.enable_activation_offload)
+        learn = learner(module, context, limits, step, stays, config.sequence_parallel_size("critic"))
+        return cls(learn, objective)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))
     def values(self, batch: DataProto) -> DataProto:

@@ -7,12 +7,15 @@ others of its group; every micro-batch runs the same collectives on every rank, 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 
 from vrl.algorithms.aggregation import Counts
@@ -23,6 +26,7 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.metrics import reduce_metrics
 from vrl.protocol.ragged import Ragged, concat_ragged
 from vrl.workers.microbatch import Packer, dummy_batch
+from vrl.workers.offload import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,28 @@ class OptimizerState:
     grad_clip: float
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """What of a role waits in host memory: parameters and optimizer while it is idle, activations for backward."""
+
+    parameters: bool = False
+    optimizer: bool = False
+    activations: bool = False
+
+    def offload(self, module: nn.Module, stepper: OptimizerState | None, device: torch.device) -> Offload:
+        """Return the module's offload. On a CPU there is one memory, and nothing to move."""
+        moves = device.type != "cpu"
+        optimizer = stepper.optimizer if stepper else None
+        return Offload(module, optimizer, device, parameters=self.parameters and moves, state=self.optimizer and moves)
+
+    def saved_activations(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        """Return the context for a forward pass."""
+        if not self.activations:
+            return nullcontext
+        return partial(save_on_cpu, pin_memory=device.type == "cuda")
+
+
 class Stopwatch:
     """Adds up seconds by stage."""
 
@@ -99,7 +125,9 @@ class Learner:
         limits: BatchLimits,
         stepper: OptimizerState | None,
         data_ranks: dist.ProcessGroup | None = None,
+        residence: Residence | None = None,
     ) -> None:
+        residence = residence or Residence()
         self.module = module
         self._data_ranks = data_ranks
         self.packer = packer
@@ -110,6 +138,8 @@ class Learner:
         self.skipped_in_a_row = 0
         self._base_lrs = [group["lr"] for group in stepper.optimizer.param_groups] if stepper else []
         self._device = next(module.parameters()).device
+        self._saved = residence.saved_activations(self._device)
+        self.offload = residence.offload(module, stepper, self._device)
 
     # -- forward only -------------------------------------------------------------------------------------------
 
@@ -121,16 +151,17 @@ class Learner:
 
         `run` gives the tensors `[T]` of a micro-batch.
         """
-        self.module.eval()
         plan = self._plan(batch, list(range(len(batch))))
         parts: list[list[Ragged]] = []
-        for members in plan:
-            rows = batch.rows(members) if members else dummy_batch(batch, self.packer.needs_positions)
-            outputs = run(self.module, self.packer.pack(rows, self._device), rows)
-            if members:
-                offsets = rows.ragged(INPUT_IDS).offsets
-                parts.append([Ragged(output.float().cpu(), offsets) for output in outputs])
-        self.module.train()
+        with self.offload.loaded():
+            self.module.eval()
+            for members in plan:
+                rows = batch.rows(members) if members else dummy_batch(batch, self.packer.needs_positions)
+                outputs = run(self.module, self.packer.pack(rows, self._device), rows)
+                if members:
+                    offsets = rows.ragged(INPUT_IDS).offsets
+                    parts.append([Ragged(output.float().cpu(), offsets) for output in outputs])
+            self.module.train()
         if not parts:
             return []
         order = torch.tensor([i for members in plan for i in members])
@@ -148,9 +179,13 @@ class Learner:
         """
         assert self.stepper is not None, "this module is frozen"
         watch = Stopwatch()
-        merged = reduce_metrics([self._mini_batch(batch, members, loss, watch) for members in steps])
+        with self.offload.loaded(optimizer=True):
+            watch.lap("offload")
+            merged = reduce_metrics([self._mini_batch(batch, members, loss, watch) for members in steps])
+        watch.lap("offload")
         merged["skipped_steps"] = float(self.skipped_steps)
         merged["skipped_in_a_row"] = float(self.skipped_in_a_row)
+        merged |= _device_memory(self._device)
         return merged | {f"timing_s/{stage}": seconds for stage, seconds in watch.seconds.items()}
 
     def _mini_batch(self, batch: DataProto, members: Sequence[int], loss: Loss, watch: Stopwatch) -> dict[str, float]:
@@ -166,7 +201,8 @@ class Learner:
             micro = rows.rows(part) if part else dummy_batch(rows, self.packer.needs_positions)
             packed = self.packer.pack(micro, self._device)
             watch.lap("data")
-            output = loss(self.module, packed, micro, totals)
+            with self._saved():
+                output = loss(self.module, packed, micro, totals)
             watch.lap("forward")
             (output.loss * (scale if part else 0.0)).backward()
             watch.lap("backward")
@@ -247,3 +283,15 @@ class Learner:
         everyone: list[tuple[list[str], list[str]] | None] = [None] * dist.get_world_size(self._data_ranks)
         dist.all_gather_object(everyone, mine, group=self._data_ranks)
         return next((names for names in everyone if names is not None), ([], []))
+
+
+def _device_memory(device: torch.device) -> dict[str, float]:
+    """Return the peak of torch's own memory on a GPU since the last call, in GiB; the engine's is not part of it."""
+    if device.type != "cuda":
+        return {}
+    found = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return found

@@ -79,6 +79,7 @@ class CriticModelConfig:
     trust_remote_code: bool = False  # run python files of the model folder
     external_lib: str | None = None  # module imported before the model is loaded
     enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    enable_activation_offload: bool = False  # what the backward pass needs waits in host memory
     freeze_vision_tower: bool = False  # no gradient for the vision tower
 
 

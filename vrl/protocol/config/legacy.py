@@ -65,7 +65,6 @@ DROPPED = {
     f"{_MODEL}.fused_kernel_options": _CHUNKS,
     f"{_MODEL}.use_shm": _SPEED,
     f"{_MODEL}.use_liger": _SPEED,
-    f"{_MODEL}.enable_activation_offload": _SPEED,
     f"{_MODEL}.tiled_mlp": _SPEED,
     f"{_MODEL}.lora_alpha": "LoRA is off",
     f"{_MODEL}.target_modules": "LoRA is off",

@@ -344,8 +344,8 @@ def _run_warnings(config: Config) -> Messages:
         "critic": config.critic.fsdp_config,
     }
     for role, fsdp in roles.items():
-        if fsdp.param_offload or fsdp.optimizer_offload:
-            yield f"{role}.fsdp_config: this version does not offload; all stays on the device"
+        if trainer.device == "cpu" and (fsdp.param_offload or fsdp.optimizer_offload):
+            yield f"{role}.fsdp_config: a CPU has one memory, so offload moves nothing; set it to False"
     if trainer.nnodes > 1 and config.ray_kwargs.ray_init.address is None:
         yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
     if trainer.val_before_train and not config.data.val_files:

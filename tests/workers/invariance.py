@@ -1,0 +1,121 @@
+"""One update of the learner however it is cut and placed: the ways, a run of them, and how far each is from the first.
+
+`test_learner.py` runs it and holds the deviations against their bound; the table of docs/results comes from there.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+SCALARS = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm")
+PER_TOKEN = ("log_probs", "entropy", "values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the rows of a mini-batch are cut, and where the model's parts are."""
+
+    name: str
+    world: int = 1
+    max_tokens: int = 10_000
+    rows: int | None = None
+    first_rank: int | None = None  # rows of rank 0; None: half
+    shared_by: int = 1  # ranks that share their sequences
+    fsdp_size: int = -1
+    checkpointing: bool = False
+    offload: bool = False
+    padded: bool = False
+
+
+WHOLE = Way(name="packed, one rank, one micro-batch")
+WAYS = (
+    Way(name="padded, by transformers' own forward", padded=True),
+    Way(name="micro-batches of 1 row", rows=1),
+    Way(name="micro-batches of 3 rows", rows=3),
+    Way(name="micro-batches of 90 tokens", max_tokens=90),
+    Way(name="gradient checkpointing", checkpointing=True),
+    Way(name="offload of parameters, optimizer, activations", offload=True),
+    Way(name="2 ranks (fsdp_size 2)", world=2),
+    Way(name="2 ranks, fsdp_size 1", world=2, fsdp_size=1),
+    Way(name="2 ranks, micro-batches of 1 row", world=2, rows=1),
+    Way(name="2 ranks, micro-batches of 70 tokens", world=2, max_tokens=70),
+    Way(name="2 ranks, one without a row", world=2, first_rank=0),
+    Way(name="2 ranks, very unequal shares", world=2, first_rank=6),
+    Way(name="2 ranks, gradient checkpointing and offload", world=2, checkpointing=True, offload=True),
+    Way(name="sequence parallel 2", world=2, shared_by=2),
+    Way(name="sequence parallel 2, micro-batches of 1 row", world=2, rows=1, shared_by=2),
+    Way(name="sequence parallel 2, micro-batches of 70 tokens", world=2, max_tokens=35, shared_by=2),
+    Way(name="sequence parallel 2, gradient checkpointing", world=2, shared_by=2, checkpointing=True),
+)
+GROUPS = (
+    Way(name="2 groups of 2 ranks that share sequences", world=4, shared_by=2),
+    Way(name="2 groups of 2 ranks, one without a row", world=4, first_rank=0, shared_by=2),
+    Way(name="4 ranks, hybrid sharding (fsdp_size 2)", world=4, fsdp_size=2),
+)
+Measured = Mapping[str, dict[str, Any]]
+
+
+def run_ways(folder: Path, kind: str, world: int, ways: Sequence[Way], out: Path) -> dict[str, dict[str, Any]]:
+    """Run the ways of one world size in processes of their own; return what rank 0 found, by way."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    argument = json.dumps({"folder": str(folder), "kind": kind, "ways": [asdict(way) for way in ways], "out": str(out)})
+    shared = os.environ | {"WORLD_SIZE": str(world), "MASTER_PORT": str(port), "PYTHONPATH": str(HERE.parents[1])}
+    script = [sys.executable, str(HERE / "learner_process.py"), argument]
+    processes = [subprocess.Popen(script, env=shared | {"RANK": str(rank)}) for rank in range(world)]
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world
+    return dict(zip((way.name for way in ways), json.loads(out.read_text()), strict=True))
+
+
+def deviations(whole: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the deviation of each figure: relative for losses and norms, the largest of any token for the others."""
+    out = {name: abs(found[name] - whole[name]) / abs(whole[name]) for name in SCALARS}
+    for name in PER_TOKEN:
+        here, there = (torch.tensor(run[name], dtype=torch.float64) for run in (found, whole))
+        assert here.shape == there.shape, name
+        out[name] = float((here - there).abs().max())
+    return out
+
+
+def table(kinds: Mapping[str, Measured]) -> str:
+    """Return the page of docs/results."""
+    lines = [_HEAD]
+    for kind, measured in kinds.items():
+        whole = measured[WHOLE.name]
+        lines.append(f"\n## {_TITLES[kind]}\n")
+        lines.append(
+            "| way | policy loss | KL | grad norm | value loss | its grad norm | log-probs | entropy | values |"
+        )
+        lines.append("|---|" + "---|" * (len(SCALARS) + len(PER_TOKEN)))
+        for name, found in measured.items():
+            if name != WHOLE.name:
+                apart = deviations(whole, found)
+                lines.append(f"| {name} | " + " | ".join(f"{apart[key]:.0e}" for key in (*SCALARS, *PER_TOKEN)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_TITLES = {"qwen2": "Text model (Qwen2)", "qwen2_5_vl": "Qwen2.5-VL, rows with 0 to 3 images mixed"}
+_HEAD = """# The same numbers, however a batch is cut
+
+One update of actor and critic on the same rows, in float32, against the rows packed into one micro-batch on one rank.
+Losses and gradient norms: relative deviation. Log-probs, entropy (nats) and values: the largest deviation of any token.
+Offload on a CPU takes the same path but moves nothing, since there is one memory. Bound: 1e-5. Made by
+
+```bash
+VRL_WRITE_TABLES=1 .venv/bin/python -m pytest tests/workers/test_learner.py
+```"""
