@@ -46,16 +46,19 @@ def text_rows() -> list[Row]:
     return [(torch.randint(20, 200, (n,), generator=generator).tolist(), []) for n in _LENGTHS]
 
 
-def _pack(rows: Sequence[Row], renderer: HFRenderer | None = None) -> PackedBatch:
+def _pack(rows: Sequence[Row], renderer: HFRenderer | None = None, shared: bool = False) -> PackedBatch:
     ids = torch.tensor([token for row, _ in rows for token in row])
     offsets = torch.tensor([0, *(len(row) for row, _ in rows)]).cumsum(0)
     if renderer is None:
         return pack(ids, offsets)
     cache = renderer.image_cache(1 << 30)
     assert cache is not None
-    pixels, grids = cache.batch([image for _, images in rows for image in images])
+    given = [image for _, images in rows for image in images]
+    pixels, grids, index = cache.distinct(given) if shared else (*cache.batch(given), None)
     places = [torch.tensor(renderer.positions(row, images)) for row, images in rows]
-    return pack(ids, offsets, positions=torch.cat(places), pixel_values=pixels, image_grid_thw=grids)
+    return pack(
+        ids, offsets, positions=torch.cat(places), pixel_values=pixels, image_grid_thw=grids, visual_index=index
+    )
 
 
 def _split(x: Tensor, rows: Sequence[Row]) -> list[Tensor]:
@@ -123,6 +126,24 @@ def test_rows_with_and_without_images_packed_equal_rows_alone(
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     (found * weights).sum().backward()
     torch.testing.assert_close(_gradients(policy), _gradients(reference), rtol=1e-4, atol=1e-4)
+
+
+def test_images_that_rows_share_go_through_the_tower_once(
+    vision_folder: Path, vision_rows: list[Row], renderer: HFRenderer
+) -> None:
+    rows = [*vision_rows, *reversed(vision_rows)]
+    found = []
+    for shared in (False, True):
+        packed = _pack(rows, renderer, shared=shared)
+        policy = load_policy(vision_folder, torch.float32)
+        log_probs = policy(packed).log_probs
+        (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+        assert packed.pixel_values is not None
+        found.append((len(packed.pixel_values), log_probs.detach(), _gradients(policy)))
+    (patches, log_probs, gradients), (fewer, same, close) = found
+    assert fewer * 2 <= patches
+    torch.testing.assert_close(same, log_probs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(close, gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_the_others(vision_folder: Path, vision_rows: list[Row], renderer: HFRenderer) -> None:

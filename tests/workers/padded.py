@@ -26,11 +26,24 @@ def hidden_states(base: Any, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         inputs["position_ids"] = positions
         if packed.pixel_values is not None:
             assert packed.image_grid_thw is not None
-            inputs |= {"pixel_values": packed.pixel_values, "image_grid_thw": packed.image_grid_thw}
+            inputs |= _images(base, packed.pixel_values, packed.image_grid_thw, packed.visual_index)
     for part in base.modules():
         if hasattr(part, "config"):
             part.config._attn_implementation = "eager"
     return base(**inputs, use_cache=False).last_hidden_state, mask
+
+
+def _images(base: Any, pixels: Tensor, grids: Tensor, index: Tensor | None) -> dict[str, Tensor]:
+    """Return the images once for each place where they stand; `index` says which visual token is at a placeholder."""
+    assert index is not None
+    counts = grids.prod(dim=1) // base.config.vision_config.spatial_merge_size**2
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    patches = pixels.split(grids.prod(dim=1).tolist())
+    order, start = [], 0
+    while start < len(index):
+        order.append(int(owner[index[start]]))
+        start += int(counts[order[-1]])
+    return {"pixel_values": torch.cat([patches[k] for k in order]), "image_grid_thw": grids[order]}
 
 
 class PaddedPolicy(nn.Module):

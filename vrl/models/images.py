@@ -127,6 +127,21 @@ class ImageCache:
                 self._bytes -= dropped.nbytes
         return entry
 
+    def distinct(
+        self, images: Sequence[bytes]
+    ) -> tuple[Float[Tensor, "P D"], Int[Tensor, "K 3"], Int[Tensor, " N"]] | tuple[None, None, None]:
+        """Return patches and grids of each distinct image, and for each visual token of `images` in order its place
+        among theirs: the samples of a prompt share its images, and the vision tower runs once for all.
+        """
+        if not images:
+            return None, None, None
+        parts = {data: self.get(data) for data in images}
+        grids = torch.cat([grid for _, grid in parts.values()])
+        counts = (grids.prod(dim=1) // self._rule.merge_size**2).tolist()
+        tokens = dict(zip(parts, torch.arange(sum(counts)).split(counts), strict=True))
+        index = torch.cat([tokens[data] for data in images])
+        return torch.cat([patches for patches, _ in parts.values()]), grids, index
+
     def batch(self, images: Sequence[bytes]) -> tuple[Float[Tensor, "P D"], Int[Tensor, "K 3"]] | tuple[None, None]:
         """Return patches and grids of many images in order, or (None, None) of none: what `pack` takes."""
         if not images:

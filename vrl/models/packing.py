@@ -18,6 +18,7 @@ class PackedBatch:
 
     `position_ids` starts at 0 in each row. `mrope_positions` (time, height, width) is set for models with 3-D positions
     only. `pixel_values` and `image_grid_thw` hold the images of all rows in order; both are None when there are none.
+    With `visual_index` they hold each distinct image once, and it says which visual token stands at each placeholder.
     Under sequence parallelism (`plans.sequence`) all of it is whole on every rank; the backbone slices.
     """
 
@@ -28,6 +29,7 @@ class PackedBatch:
     max_length: int
     pixel_values: Float[Tensor, "P D"] | None
     image_grid_thw: Int[Tensor, "K 3"] | None
+    visual_index: Int[Tensor, " N"] | None
     plans: AttentionPlans
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -44,6 +46,7 @@ class PackedBatch:
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
             pixel_values=move(self.pixel_values),
             image_grid_thw=move(self.image_grid_thw),
+            visual_index=move(self.visual_index),
         )
 
 
@@ -54,6 +57,7 @@ def pack(
     positions: Int[Tensor, "T 3"] | None = None,
     pixel_values: Float[Tensor, "P D"] | None = None,
     image_grid_thw: Int[Tensor, "K 3"] | None = None,
+    visual_index: Int[Tensor, " N"] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> PackedBatch:
     """Pack flat rows. All tensors on the host; move the result with `.to(device)`.
@@ -64,6 +68,7 @@ def pack(
         positions: 3-D positions, for models that have them; rows restart at 0.
         pixel_values: patches of all images in row order.
         image_grid_thw: time, height and width in patches of each image.
+        visual_index: the visual token of each placeholder, where images that several rows have are given once.
         sequence: the ranks that share the tokens, each of which packs the same rows; None: this one alone.
 
     Raises:
@@ -96,5 +101,6 @@ def pack(
         max_length=int(lengths.max()),
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
+        visual_index=visual_index,
         plans=AttentionPlans(lengths.tolist(), sequence),
     )

@@ -25,20 +25,21 @@ class Packer:
         """Return the rows one after the other as one sequence, with their images, on `device`."""
         ids = rows.ragged(INPUT_IDS)
         positions = rows.ragged(POSITION_IDS).values if self.needs_positions else None
-        pixels, grids = self._pixels(rows)
+        pixels, grids, index = self._pixels(rows)
         return pack(
             ids.values,
             ids.offsets,
             positions=positions,
             pixel_values=pixels,
             image_grid_thw=grids,
+            visual_index=index,
             sequence=self._sequence,
         ).to(device)
 
-    def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None]:
+    def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._images is None or IMAGE_KEYS not in rows:
-            return None, None
-        return self._images.batch([rows.blobs[key] for row in rows.objects[IMAGE_KEYS] for key in row])
+            return None, None, None
+        return self._images.distinct([rows.blobs[key] for row in rows.objects[IMAGE_KEYS] for key in row])
 
 
 def dummy_batch(like: DataProto, needs_positions: bool) -> DataProto:

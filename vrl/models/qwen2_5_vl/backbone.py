@@ -30,7 +30,8 @@ def embed(base: Qwen2_5_VLModel, packed: PackedBatch) -> Float[Tensor, "T W"]:
         pixels, grids = _dummy_image(config.vision_config, packed.input_ids.device)
         expected = 0
     else:
-        expected = len(pixels) // config.vision_config.spatial_merge_size**2
+        shown = packed.visual_index
+        expected = len(pixels) // config.vision_config.spatial_merge_size**2 if shown is None else len(shown)
     found = int(place.sum())
     if found != expected:
         raise ValueError(
@@ -40,6 +41,8 @@ def embed(base: Qwen2_5_VLModel, packed: PackedBatch) -> Float[Tensor, "T W"]:
     trained = any(parameter.requires_grad for parameter in base.visual.parameters())
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         visual = base.visual(pixels, grid_thw=grids, **{PLANS_KEYWORD: packed.plans}).pooler_output
+    if packed.visual_index is not None:
+        visual = visual.index_select(0, packed.visual_index)
     return text.masked_scatter(place[:, None], visual.to(text.dtype))
 
 
