@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from vrl.data.tiny_rows import SPLITS, WARM_START_ERRORS
 from vrl.data.tiny_tasks import (
     COLORS,
     LARGEST_SUM,
-    SPLITS,
     TASKS,
-    WARM_START_ERRORS,
     rows,
     tokenizer_texts,
     write_tiny_data,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vrl.data.tiny_agent_tasks import agent_texts, write_tiny_agent_data
 from vrl.data.tiny_tasks import tokenizer_texts, write_tiny_data
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.config.schema import Config
@@ -32,6 +33,7 @@ def build_model(recipe: str, folder: Path, seed: int) -> None:
     recipes: Mapping[str, Callable[[Path], object]] = {
         "tiny_qwen2_5_vl": lambda out: build_tiny_model("qwen2_5_vl", out, tokenizer_texts(), seed),
         "tiny_qwen2": lambda out: build_tiny_model("qwen2", out, tokenizer_texts(), seed),
+        "tiny_agent": lambda out: build_tiny_model("qwen2_5_vl", out, [*tokenizer_texts(), *agent_texts()], seed),
         "smollm2": _smollm2,
     }
     part = folder.with_name(folder.name + ".part")
@@ -44,6 +46,7 @@ def write_data(recipe: str, folder: Path, seed: int) -> None:
     """Write the data files into a folder."""
     recipes: Mapping[str, Callable[[Path], object]] = {
         "tiny": lambda out: write_tiny_data(out, seed),
+        "tiny_agent": lambda out: write_tiny_agent_data(out, seed),
         "reasoning_gym": lambda out: _reasoning_gym(out, seed),
     }
     _chosen(recipes, recipe, "prepare.data")(folder)

@@ -5,7 +5,6 @@ number and nothing else ("cyan", "7"). An image belongs to one split by the hash
 hash of its text, whatever the seed: no image and no question of arithmetic of one split is ever seen in another.
 """
 
-import hashlib
 import io
 import json
 import random
@@ -14,21 +13,16 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
+from vrl.data.tiny_rows import SPLITS, WARM_START_ERRORS, Row, Split, belongs, task_row, taught, write_mixed
+
 Task = Literal["visual", "arithmetic"]
-Split = Literal["warm_start", "train", "val"]
-Row = dict[str, object]
 
 TASKS: Final[tuple[Task, ...]] = ("visual", "arithmetic")
-SPLITS: Final[tuple[Split, ...]] = ("warm_start", "train", "val")
 ROWS_PER_TASK: Final[Mapping[Split, int]] = {"warm_start": 4096, "train": 4096, "val": 400}
 # Colours are learned from far fewer rows than sums: with this share both are half learned at the same time.
 WARM_START_SHARE: Final[Mapping[Task, float]] = {"visual": 0.15, "arithmetic": 1.0}
-# The teacher of the warm start errs this often, with any answer of the task: what it teaches goes on exploring.
-WARM_START_ERRORS: Final = 0.35
 
 CELL_PIXELS: Final = 28
 GRID_SIDES: Final = (2, 3)
@@ -66,21 +60,6 @@ SUM_QUESTIONS: Final = (
     "{name} has {first} {thing} and gets {second} more. How many {thing}?",
 )
 
-_SPLIT_BOUNDS: Final[Mapping[Split, tuple[int, int]]] = {"warm_start": (0, 25), "train": (25, 80), "val": (80, 100)}
-_BUCKETS: Final = 100
-
-_SCHEMA: Final = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("kind", pa.string())])),
-    ]
-)
-_MESSAGES: Final = pa.field("messages", _SCHEMA.field("prompt").type)
-
 
 def rows(task: Task, split: Split, count: int, seed: int) -> Iterator[Row]:
     """Yield `count` rows of one task and split; equal arguments give equal rows.
@@ -114,20 +93,11 @@ def write_tiny_data(
     Raises:
         ValueError: an unknown task or split.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     paths: dict[Split, Path] = {}
     for split, count in rows_per_task.items():
         shares = WARM_START_SHARE if split == "warm_start" else dict.fromkeys(tasks, 1.0)
-        placed: list[tuple[float, int, Row]] = []
-        for number, task in enumerate(tasks):
-            size = round(count * shares[task])
-            placed.extend(
-                ((place + 0.5) / size, number, row) for place, row in enumerate(rows(task, split, size, seed))
-            )
-        table = [row for _, _, row in sorted(placed, key=lambda item: item[:2])]
-        schema = _SCHEMA.append(_MESSAGES) if split == "warm_start" else _SCHEMA
-        paths[split] = out_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(table, schema=schema), paths[split])
+        mixed = [list(rows(task, split, round(count * shares[task]), seed)) for task in tasks]
+        paths[split] = write_mixed(out_dir / f"{split}.parquet", mixed)
     return paths
 
 
@@ -179,10 +149,8 @@ def _visual_row(rng: random.Random, split: Split, index: int) -> Row:
     if count == 2:
         images.insert(rng.randrange(2), _draw_image(rng, split, None))
     question = rng.choice(ONE_IMAGE_QUESTIONS if count == 1 else TWO_IMAGE_QUESTIONS)
-    row = _row("tiny/visual", "<image>" * count + question, "visual", color, split, index)
-    row["images"] = [{"bytes": image} for image in images]
-    row["extra_info"] = {"split": split, "index": index, "kind": "one_image" if count == 1 else "two_images"}
-    return row
+    info = {"split": split, "index": index, "kind": "one_image" if count == 1 else "two_images"}
+    return task_row("tiny/visual", "<image>" * count + question, color, info, images)
 
 
 def _arithmetic_row(rng: random.Random, split: Split, index: int) -> Row:
@@ -192,30 +160,19 @@ def _arithmetic_row(rng: random.Random, split: Split, index: int) -> Row:
         thing, other = rng.sample(THINGS, 2)
         words = {"name": rng.choice(NAMES), "thing": thing, "other": other}
         question = rng.choice(SUM_QUESTIONS).format(first=first, second=total - first, **words)
-        if _belongs(question.encode(), split):
-            return _row("tiny/arithmetic", question, "math", str(total), split, index)
-
-
-def _row(source: str, prompt: str, ability: str, answer: str, split: Split, index: int) -> Row:
-    return {
-        "data_source": source,
-        "prompt": [{"role": "user", "content": prompt}],
-        "images": [],
-        "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "kind": "sum"},
-    }
+        if belongs(question.encode(), split):
+            info = {"split": split, "index": index, "kind": "sum"}
+            return task_row("tiny/arithmetic", question, str(total), info)
 
 
 def _taught(rng: random.Random, task: Task, row: Row) -> Row:
     """Add the conversation that supervised training learns; its answer is a random one now and then."""
-    prompt, reward = row["prompt"], row["reward_model"]
-    assert isinstance(prompt, list)
+    reward = row["reward_model"]
     assert isinstance(reward, dict)
     answer = reward["ground_truth"]
     if rng.random() < WARM_START_ERRORS:
         answer = rng.choice(list(COLORS)) if task == "visual" else str(rng.randrange(2, LARGEST_SUM + 1))
-    return {**row, "messages": [*prompt, {"role": "assistant", "content": answer}]}
+    return taught(row, [answer])
 
 
 def _draw_image(rng: random.Random, split: Split, color: str | None) -> bytes:
@@ -227,15 +184,10 @@ def _draw_image(rng: random.Random, split: Split, color: str | None) -> bytes:
             cells[rng.randrange(height * width)] = COLORS[color]
         grid = np.asarray(cells, dtype=np.uint8).reshape(height, width, 3)
         pixels = grid.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
-        if _belongs(repr(pixels.shape).encode() + pixels.tobytes(), split):
+        if belongs(repr(pixels.shape).encode() + pixels.tobytes(), split):
             buffer = io.BytesIO()
             Image.fromarray(pixels).save(buffer, format="PNG")
             return buffer.getvalue()
-
-
-def _belongs(content: bytes, split: Split) -> bool:
-    low, high = _SPLIT_BOUNDS[split]
-    return low <= int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % _BUCKETS < high
 
 
 def _require(value: str, known: tuple[str, ...], name: str) -> None:

@@ -1,4 +1,4 @@
-"""`vrl data RECIPE OUT`: write tiny or reasoning-gym tasks, or convert files of gsm8k or geo3k to verl's format."""
+"""`vrl data RECIPE OUT`: write tiny, tiny agent or reasoning-gym tasks, or convert files of gsm8k or geo3k to verl's format."""
 
 import argparse
 import sys
@@ -13,7 +13,9 @@ from vrl.protocol.errors import ConfigError
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(prog="vrl data", description=__doc__)
-    parser.add_argument("recipe", help=f"tiny, reasoning_gym, or a converter: {', '.join(sorted(CONVERTERS))}")
+    parser.add_argument(
+        "recipe", help=f"tiny, tiny_agent, reasoning_gym, or a converter: {', '.join(sorted(CONVERTERS))}"
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--input", type=Path, help="what a converter reads: a file or folder")
     parser.add_argument("--seed", type=int, default=0)

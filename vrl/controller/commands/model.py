@@ -1,4 +1,4 @@
-"""`vrl model RECIPE OUT`: build a model folder (tiny_qwen2_5_vl, tiny_qwen2, smollm2)."""
+"""`vrl model RECIPE OUT`: build a model folder (tiny_qwen2_5_vl, tiny_qwen2, tiny_agent, smollm2)."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from vrl.protocol.errors import ConfigError
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(prog="vrl model", description=__doc__)
-    parser.add_argument("recipe", help="tiny (both tiny models), tiny_qwen2_5_vl, tiny_qwen2 or smollm2")
+    parser.add_argument("recipe", help="tiny (both tiny models), tiny_qwen2_5_vl, tiny_qwen2, tiny_agent or smollm2")
     parser.add_argument("out", type=Path, help="folder to write; with `tiny`, the folder of both")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)

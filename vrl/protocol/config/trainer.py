@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, final
 
-ModelRecipe = Literal["tiny_qwen2_5_vl", "tiny_qwen2", "smollm2"]
-DataRecipe = Literal["tiny", "reasoning_gym"]
+ModelRecipe = Literal["tiny_qwen2_5_vl", "tiny_qwen2", "tiny_agent", "smollm2"]
+DataRecipe = Literal["tiny", "tiny_agent", "reasoning_gym"]
 
 
 @final
