@@ -1,4 +1,4 @@
-"""`vrl data RECIPE OUT`: write tiny, tiny agent or reasoning-gym tasks, or convert files of gsm8k or geo3k to verl's format."""
+"""`vrl data RECIPE OUT`: write tiny or reasoning-gym tasks, or convert files of gsm8k or geo3k to verl's format."""
 
 import argparse
 import sys
