@@ -26,10 +26,12 @@ from vrl.protocol.config.sandbox import SandboxConfig
 
 _CHUNK_BYTES = 1 << 18
 _FLOOD_BYTES = 64 << 20
-_INTERRUPT_SECONDS = 0.25
+_INTERRUPT_SECONDS = 0.5
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.02, 0.05
 _END_SECONDS = 5.0
 _LEFT_BEHIND_LOOKS = 10
+# The limit of a single process strikes first, with an exception that leaves the variables alone.
+_MEMORY_SLACK, _COPIED_BYTES = 1.1, 32 << 20
 
 
 class Ending(enum.Enum):
@@ -89,7 +91,9 @@ class _Output:
 class Interpreter:
     """A process that runs cells. Used by one thread at a time; `kill` may come from another."""
 
-    def __init__(self, channel: socket.socket, output: int, pid: int, folder: str | None, config: SandboxConfig) -> None:
+    def __init__(
+        self, channel: socket.socket, output: int, pid: int, folder: str | None, config: SandboxConfig
+    ) -> None:
         self._channel = channel
         self._output = output
         self._pid = pid
@@ -173,7 +177,8 @@ class Interpreter:
         if usage.tasks > self._config.processes + 1:
             return Ending.PROCESSES
         base = self._base_bytes * max(1, usage.processes)
-        return Ending.MEMORY if usage.private_bytes > base + (self._config.memory_mib << 20) else None
+        most = base + int((self._config.memory_mib << 20) * _MEMORY_SLACK) + _COPIED_BYTES
+        return Ending.MEMORY if usage.private_bytes > most else None
 
     def _rest(self) -> Ending:
         """Look what the cell left behind, then stop the process until the next one."""

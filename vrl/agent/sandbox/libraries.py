@@ -11,12 +11,23 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import final
 
 _NOT_NEEDED = ("_tkinter", "_test", "_xx", "xx", "_ctypes_test", "readline", "_curses", "nis", "_dbm", "_gdbm")
-_WARM = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random", "PIL.Image", "PIL.ImageFont", "PIL._webp", "PIL._imagingft")
+_WARM = (
+    "numpy",
+    "numpy.linalg",
+    "numpy.fft",
+    "numpy.random",
+    "PIL.Image",
+    "PIL.ImageFont",
+    "PIL._webp",
+    "PIL._imagingft",
+)
 _WARM += ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 
 
+@final
 class _LoadedObject(ctypes.Structure):
     """The first fields of struct dl_phdr_info."""
 

@@ -38,7 +38,7 @@ class LocalRunner:
         """Begin to start the sandbox in the background; the first session waits for it."""
         if config.kind == "rlimits":
             _LOG.warning(
-                "%s=rlimits: a model's code runs with limits, but WITHOUT A SANDBOX: it can read the files of this user",
+                "%s=rlimits: code runs with limits, but WITHOUT A SANDBOX: it can read the files of this user",
                 KIND,
             )
         self._config = config
@@ -160,6 +160,11 @@ class LocalSession:
             self._interpreter = None
             return self._lost(exchange)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a cell runs."""
+        return self._in_use.locked()
+
     def close(self) -> None:
         """End the interpreter; a cell that still runs ends with it."""
         interpreter = self._interpreter
@@ -198,7 +203,7 @@ class LocalSession:
         config = self._config
         reason = {
             Ending.DIED: f"the interpreter ended before the cell did; {_LOST}",
-            Ending.TIME: f"TimeoutError: the cell ran over {config.cell_seconds:g} s and could not be interrupted; {_LOST}",
+            Ending.TIME: f"TimeoutError: the cell went on after {config.cell_seconds:g} s, interrupted or not; {_LOST}",
             Ending.MEMORY: f"MemoryError: the cell used more than {config.memory_mib} MiB; {_LOST}",
             Ending.PROCESSES: f"the cell started or left behind more processes than are allowed; {_LOST}",
             Ending.FLOOD: f"the cell printed far too much; {_LOST}",

@@ -118,7 +118,9 @@ def _package_files() -> Iterator[tuple[str, Path]]:
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError as error:
-            raise SandboxError(f"the code sandbox shows the package {name} to programs, and it is not installed") from error
+            raise SandboxError(
+                f"the code sandbox shows the package {name} to programs, and it is not installed"
+            ) from error
         for requirement in map(Requirement, distribution.requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 waiting.append(requirement.name)

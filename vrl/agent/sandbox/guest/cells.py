@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, final
 
@@ -37,6 +38,7 @@ class Interpreter:
         self._pictures = pictures
         self._output_chars = output_chars
         self._alone = alone  # process 1 of its own namespace: what a cell started can be ended
+        self._process = os.getpid()
         self._cells = 0
         self._output = os.dup(_OUTPUT_DESCRIPTORS[0])
         self._main = ModuleType("__main__")  # so that classes of a cell can be pickled and found by name
@@ -48,11 +50,11 @@ class Interpreter:
         for number, data in enumerate(images, 1):
             name = f"image_{number}.png"
             with PIL.Image.open(io.BytesIO(data)) as image:
-                if image.format == "PNG":
-                    with open(name, "wb") as file:
-                        file.write(data)
-                else:
-                    image.save(name, compress_level=1)
+                if image.format != "PNG":
+                    file = io.BytesIO()
+                    image.save(file, "PNG", compress_level=1)
+                    data = file.getvalue()
+            Path(name).write_bytes(data)
             self.variables[f"image_{number}"] = PIL.Image.open(name)
 
     def run(self, code: str) -> str | None:
@@ -74,6 +76,8 @@ class Interpreter:
             error = None if end.code is None or (type(end.code) is int and not end.code) else self._describe(end)
         except BaseException as failure:  # noqa: BLE001 - whatever the code of a cell raises
             error = self._describe(failure)
+        if os.getpid() != self._process:  # a child that the cell forked and that ran on to here
+            os._exit(0 if error is None else 1)
         self._end_cell()
         return error
 
@@ -129,7 +133,7 @@ class Interpreter:
         )
 
     def _end_cell(self) -> None:
-        """Flush, and end what the cell has started; a thread stays, and sleeps with the interpreter until it is used."""
+        """Flush, and end what the cell has started; a thread stays, and sleeps until the next cell."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -150,10 +154,7 @@ def serve(channel: socket.socket, interpreter: Interpreter, pictures: Pictures) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (frame := read_frame(channel, FrameReader(_MAX_CODE_BYTES, _MAX_INPUT_BYTES))) is not None:
         request, blobs = frame
-        if "code" in request:
-            error = interpreter.run(request["code"])
-        else:
-            error = _load(interpreter, blobs)
+        error = interpreter.run(request["code"]) if "code" in request else _load(interpreter, blobs)
         sizes = [[width, height] for width, height, _ in pictures.shown]
         answer = {"id": request["id"], "error": error, "sizes": sizes, "left_out": pictures.left_out}
         channel.sendall(encode_frame(answer, [pixels for _, _, pixels in pictures.shown]))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, final
 
 import PIL.Image
-import PIL.ImageOps
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

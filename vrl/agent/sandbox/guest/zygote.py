@@ -6,9 +6,11 @@ a new session and brings two descriptors, its channel and the pipe for its outpu
 
 import contextlib
 import gc
+import io
 import json
 import os
 import signal
+import site
 import socket
 import sys
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import matplotlib
 import numpy
 import PIL.Image
+from matplotlib import pyplot
 
 from vrl.agent.sandbox.guest import fence
 from vrl.agent.sandbox.guest.cells import Interpreter, serve
@@ -31,9 +34,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     if settings["user"] is not None:
         fence.become(settings["user"])
-    matplotlib.use("Agg")
-    PIL.Image.init()  # all file formats, once
-    numpy.linalg.norm(numpy.ones((2, 2)))
+    _warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
@@ -48,6 +49,19 @@ def main() -> None:
             _begin_session(settings, message.decode(), *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _warm_up() -> None:
+    """Do once what each first figure and image would do: find fonts, load file formats, make tables."""
+    matplotlib.use("Agg")
+    PIL.Image.init()
+    figure, axes = pyplot.subplots()
+    axes.plot(numpy.linalg.inv(numpy.eye(2)), label="a")
+    axes.legend()
+    figure.savefig(io.BytesIO(), format="png")
+    pyplot.close(figure)
+    site.setquit()
+    site.sethelper()
 
 
 def _begin_session(settings: dict[str, Any], folder: str, channel_descriptor: int, output: int) -> None:
@@ -96,7 +110,10 @@ def _forget_ourselves() -> None:
     """Take our own modules out of the reach of a plain import."""
     for name in [name for name in sys.modules if name == _OWN or name.startswith(f"{_OWN}.")]:
         del sys.modules[name]
-    sys.path[:] = [entry for entry in sys.path if entry != os.environ.get("SANDBOX_PROGRAM")]
+    program = os.environ.pop("SANDBOX_PROGRAM", None)
+    if program is not None:
+        sys.path[:] = [entry for entry in sys.path if not entry.startswith(program)]
+        os.environ["PYTHONPATH"] = "/packages"
     sys.argv[:] = [""]
 
 
