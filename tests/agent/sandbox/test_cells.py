@@ -120,7 +120,9 @@ def test_after_a_lost_interpreter_the_next_cell_has_a_new_one(runner: LocalRunne
 def test_images_of_the_prompt_are_files_and_variables(runner: LocalRunner):
     red = PIL.Image.new("RGB", (30, 20), (200, 0, 0))
     session = runner.session([encoded(red), encoded(red.resize((8, 8)), "JPEG")])
-    assert well(session.run("image_1.size, image_2.size, image_1.getpixel((0, 0))")) == "((30, 20), (8, 8), (200, 0, 0))\n"
+    assert (
+        well(session.run("image_1.size, image_2.size, image_1.getpixel((0, 0))")) == "((30, 20), (8, 8), (200, 0, 0))\n"
+    )
     code = "import os\nfrom PIL import Image\nsorted(os.listdir()), Image.open('image_2.png').format"
     result = session.run(code)
     assert well(result) == "(['image_1.png', 'image_2.png'], 'PNG')\n"
@@ -141,7 +143,9 @@ plt.figure(figsize=(1, 2)); plt.plot([2, 1])
     assert [opened(image).size for image in result.images] == [(200, 100), (100, 200)]
     assert numpy.asarray(opened(result.images[0])).std() > 1  # a line on white
     assert well(session.run("plt.get_fignums()")) == "[]\n"
-    blue = session.run("from PIL import Image\nb = Image.new('RGBA', (5, 4), (0, 0, 255, 0))\nb.show()\nb.save('b.webp')\nb")
+    blue = session.run(
+        "from PIL import Image\nb = Image.new('RGBA', (5, 4), (0, 0, 255, 0))\nb.show()\nb.save('b.webp')\nb"
+    )
     assert [opened(image).getpixel((0, 0)) for image in blue.images] == [(255, 255, 255)]  # transparent on white
     assert session.run("1").images == ()
 
@@ -161,7 +165,9 @@ def test_sessions_do_not_see_one_another(runner: LocalRunner):
     one.run("import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind('\\0note')\ns.listen()")
     assert "NameError" in (two.run("secret").error or "")
     assert well(two.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm'), os.getpid()")) == "([], [], 1)\n"
-    assert "ConnectionRefused" in (two.run("import socket\nsocket.socket(socket.AF_UNIX).connect('\\0note')").error or "")
+    assert "ConnectionRefused" in (
+        two.run("import socket\nsocket.socket(socket.AF_UNIX).connect('\\0note')").error or ""
+    )
     one.close()
     two.close()
 

@@ -107,6 +107,11 @@ class Interpreter:
         channel.setblocking(False)
         os.set_blocking(output, False)
 
+    @property
+    def process_id(self) -> int:
+        """The process on this machine."""
+        return self._pid
+
     def exchange(self, request: dict[str, Any], blobs: list[bytes], seconds: float) -> Exchange:
         """Send a request and wait for its answer, `seconds` at most. Ends the process unless the answer is in order."""
         self._requests += 1

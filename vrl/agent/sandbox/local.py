@@ -46,6 +46,7 @@ class LocalRunner:
         self._ready: deque[Interpreter] = deque()
         self._failure: SandboxError | None = None
         self._closing = False
+        self._zygote: Zygote | None = None
         self._sessions: set[LocalSession] = set()
         self._keeper = threading.Thread(target=self._keep, name="vrl-sandbox", daemon=True)
         self._keeper.start()
@@ -73,6 +74,11 @@ class LocalRunner:
             session.close()
         self._keeper.join()
 
+    def process_ids(self) -> list[int]:
+        """Return the process id of the sandbox, whose descendants are all interpreters, for accounting."""
+        zygote = self._zygote
+        return [] if zygote is None else [zygote.process_id]
+
     def take(self) -> Interpreter:
         """Return a ready interpreter, for a session. Raises SandboxError when there is none within two minutes."""
         deadline = time.monotonic() + _TAKE_SECONDS
@@ -95,16 +101,14 @@ class LocalRunner:
 
     def _keep(self) -> None:
         """Keep the pool full until `close`; what goes wrong is told to those who wait for an interpreter."""
-        zygote: Zygote | None = None
         tries = 0  # left before a failure is told; none before the first interpreter
         while self._wait_for_room():
             try:
-                zygote = zygote or Zygote(self._config)
-                interpreter = zygote.spawn()
+                self._zygote = self._zygote or Zygote(self._config)
+                interpreter = self._zygote.spawn()
             except SandboxError as error:
-                if zygote is not None:
-                    zygote.close()
-                zygote, tries = None, tries - 1
+                self._end_zygote()
+                tries -= 1
                 if tries < 0:
                     self._tell(error)
                 else:
@@ -116,8 +120,12 @@ class LocalRunner:
                 self._changed.notify_all()
         while self._ready:
             self._ready.popleft().end()
-        if zygote is not None:
-            zygote.close()
+        self._end_zygote()
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
 
     def _wait_for_room(self) -> bool:
         with self._changed:
@@ -159,6 +167,11 @@ class LocalSession:
             self._interpreter.end()
             self._interpreter = None
             return self._lost(exchange)
+
+    def process_ids(self) -> list[int]:
+        """Return the process id of the interpreter on this machine, for accounting."""
+        interpreter = self._interpreter
+        return [] if interpreter is None else [interpreter.process_id]
 
     @property
     def busy(self) -> bool:

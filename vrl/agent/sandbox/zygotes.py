@@ -48,9 +48,10 @@ class Zygote:
             raise SandboxError(f"the code sandbox knows x86-64 and arm64 processors only; set {KIND}=remote")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read when something goes wrong
-        with theirs:
-            self._popen = self._start(theirs.fileno())
+        self._popen: subprocess.Popen[bytes] | None = None
         try:
+            with theirs:
+                self._popen = self._start(theirs.fileno())
             self._await_ready()
         except BaseException:
             self.close()
@@ -59,6 +60,7 @@ class Zygote:
     @property
     def process_id(self) -> int:
         """The outermost process, for accounting."""
+        assert self._popen is not None, "a zygote that did not start is never handed out"
         return self._popen.pid
 
     def spawn(self) -> Interpreter:
@@ -84,8 +86,9 @@ class Zygote:
     def close(self) -> None:
         """End the sandbox with all interpreters in it."""
         self._control.close()
-        self._popen.kill()
-        self._popen.wait()
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
         self._errors.close()
 
     def _start(self, control: int) -> "subprocess.Popen[bytes]":
@@ -165,4 +168,5 @@ class Zygote:
     def _complaint(self) -> str:
         self._errors.seek(0)
         text = self._errors.read(1 << 16).decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else f"exit code {self._popen.poll()}"
+        exit_code = None if self._popen is None else self._popen.poll()
+        return text.splitlines()[-1] if text else f"exit code {exit_code}"
