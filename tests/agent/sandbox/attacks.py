@@ -92,8 +92,11 @@ FILES = (
     Attack("one huge file", "open('f', 'wb').write(bytes(64 << 20))", "File too large", slow=True),
     Attack("holes", "open('f', 'wb').truncate(1 << 40)", "File too large"),
     Attack(
-        "shared memory", "for n in range(64):\n    open(f'/dev/shm/f{n}', 'wb').write(bytes(1 << 20))", "No space left"
-    slow=True),
+        "shared memory",
+        "for n in range(64):\n    open(f'/dev/shm/f{n}', 'wb').write(bytes(1 << 20))",
+        "No space left",
+        slow=True,
+    ),
     Attack("many files", "for n in range(10**6):\n    open(str(n), 'w').close()", "No space left", slow=True),
     Attack("memory that is a file", "import os\nos.memfd_create('x')", REFUSED),
     Attack(
@@ -134,13 +137,15 @@ PROCESSES = (
         "        for s in range(1, 32):\n            if s not in (9, 19): signal.signal(s, signal.SIG_IGN)\n"
         "        time.sleep(99)\n'left'",
         "^'left'$",
-    slow=True),
+        slow=True,
+    ),
     Attack(
         "threads",
         "import threading, time\nfor n in range(999):\n    threading.Thread(target=time.sleep, args=(99,), "
         "daemon=True).start()",
         "can't start new thread",
-    slow=True),
+        slow=True,
+    ),
     Attack("shell", "import os\nos.system('cat /etc/passwd')", "^32512$"),
     Attack("trace", system_call((101, 117), 0, 0, 0, 0), f"-1, '{REFUSED}'"),
     Attack("memory of another", system_call((310, 270), 1, 0, 0, 0, 0, 0), f"-1, '{REFUSED}'"),
@@ -181,7 +186,12 @@ ENDLESS = (
     ),
     Attack("endless in C", "sum(range(10**13))", "TimeoutError.*lost", lost=True),
     Attack("backtracking", "import re\nre.match('(a+)+$', 'a' * 40 + 'b')", "TimeoutError", slow=True),
-    Attack("text without end", "class E:\n    def __repr__(self):\n        while True: pass\nE()", "TimeoutError", slow=True),
+    Attack(
+        "text without end",
+        "class E:\n    def __repr__(self):\n        while True: pass\nE()",
+        "TimeoutError",
+        slow=True,
+    ),
 )
 MEMORY = (
     Attack("memory", "a = bytearray(1 << 40)", "MemoryError", slow=True),
@@ -192,11 +202,18 @@ MEMORY = (
         "        time.sleep(9)\ntime.sleep(9)",
         "MemoryError.*lost",
         lost=True,
-    slow=True),
+        slow=True,
+    ),
     Attack("recursion", "def f(): f()\nf()", "RecursionError", slow=True),
     Attack("parentheses", "(" * 5000, "too many nested parentheses|MemoryError"),
     Attack("flood of lines", "while True: print('y' * 40000)", "printed far too much", lost=True, slow=True),
-    Attack("flood of bytes", "import os\nwhile True: os.write(1, bytes(1 << 20))", "printed far too much", lost=True, slow=True),
+    Attack(
+        "flood of bytes",
+        "import os\nwhile True: os.write(1, bytes(1 << 20))",
+        "printed far too much",
+        lost=True,
+        slow=True,
+    ),
     Attack("null pointer", "import ctypes\nctypes.string_at(0)", "ended before the cell did", lost=True),
     Attack("abort", "import os\nos.abort()", "ended before the cell did", lost=True),
     Attack("exit at once", "import os\nos._exit(0)", "ended before the cell did", lost=True),
@@ -238,7 +255,8 @@ CHANNELS = (
         CHANNEL + "channel.sendall(struct.pack('<II', 100, 0))\nwhile True: pass",
         "no proper answer",
         lost=True,
-    slow=True),
+        slow=True,
+    ),
     Attack(
         "breaking our modules", "import sys, builtins\nsys.modules.clear()\nbuiltins.__dict__.clear()", "", lost=True
     ),
@@ -248,7 +266,8 @@ IMAGES = (
         "huge figure",
         "import matplotlib.pyplot as plt\nplt.figure(figsize=(500, 500)); plt.show()",
         "MemoryError|ValueError|Timeout",
-    slow=True),
+        slow=True,
+    ),
     Attack(
         "bomb in a file",
         "import struct, zlib\nh = struct.pack('>IIBBBBB', 60000, 60000, 8, 0, 0, 0, 0)\n"
@@ -262,6 +281,7 @@ IMAGES = (
         "thousand images",
         "from PIL import Image\nfor n in range(1000): Image.new('L', (9, 9), n % 256).show()",
         "996 more images",
-    slow=True),
+        slow=True,
+    ),
 )
 ATTACKS = (*FILES, *NETWORK, *PROCESSES, *ENDLESS, *MEMORY, *CHANNELS, *IMAGES)
