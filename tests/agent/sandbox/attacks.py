@@ -50,6 +50,21 @@ def frame(header, blobs=b''):
     return struct.pack('<II', len(data), len(blobs)) + data + blobs
 """
 
+OPEN = """
+import os, stat
+def kind(fd):
+    mode = os.fstat(fd).st_mode
+    names = ((stat.S_ISSOCK, 'channel'), (stat.S_ISFIFO, 'output'), (stat.S_ISCHR, 'null'))
+    return next((name for test, name in names if test(mode)), '?')
+found = []
+for fd in range(128):
+    try:
+        found.append(kind(fd))
+    except OSError:
+        pass
+sorted(found)
+"""
+
 FILES = (
     Attack("passwords", "open('/etc/passwd').read()", GONE),
     Attack("a file of this user", "open('$SECRET').read()", GONE),
@@ -109,6 +124,7 @@ FILES = (
         "import ctypes, shutil\nshutil.copy('/lib/libz.so.1', 'x.so')\nctypes.CDLL('/tmp/x.so')",
         "failed to map|not permitted",
     ),
+    Attack("what is open", OPEN, r"^\['channel', 'null', 'null', 'output', 'output', 'output'\]$"),
     Attack("descriptors", "f = [open('/dev/null') for _ in range(10**4)]", "Too many open files", slow=True),
 )
 NETWORK = (

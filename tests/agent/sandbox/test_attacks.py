@@ -6,6 +6,8 @@ import os
 import re
 import socket
 import string
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +94,31 @@ def test_threads_left_behind_sleep_between_cells(runner: LocalRunner):
     assert ticks() == before
     assert session.run("threading.active_count()").output == "2\n"
     session.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "rlimits"])
+def test_a_tool_process_that_is_killed_takes_its_sandbox_along(bubblewrap: None, kind: str):
+    program = (
+        "import sys, threading\n"
+        "from vrl.agent.sandbox.local import LocalRunner\n"
+        "from vrl.protocol.config.sandbox import SandboxConfig\n"
+        "session = (runner := LocalRunner(SandboxConfig(kind=sys.argv[1], pool_size=1))).session()\n"
+        "session.run('1')\n"
+        "sys.stdout.write(f'{runner.process_ids()[0]} {session.process_ids()[0]}\\n')\n"
+        "sys.stdout.flush()\n"
+        "session.run('while True: pass')\n"
+    )
+    command = [sys.executable, "-c", program, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        pids = process.stdout.readline().split()
+        assert len(pids) == 2
+        time.sleep(0.1)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(Path("/proc", pid).exists() for pid in pids)
 
 
 def test_many_bad_cells_leave_no_process_and_no_growth(runner: LocalRunner):

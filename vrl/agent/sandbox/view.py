@@ -109,7 +109,8 @@ def _version_folder() -> str:
 
 def _package_files() -> Iterator[tuple[str, Path]]:
     """Yield (name, path) of the top-level files and folders of the packages and of what they require."""
-    waiting, known = list(PACKAGES), set[str]()
+    waiting: list[str] = list(PACKAGES)
+    known: set[str] = set()
     while waiting:
         name = waiting.pop()
         if name in known:

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import IO, final
@@ -46,6 +47,8 @@ class Zygote:
         self._config = config
         if not supports_this_machine():
             raise SandboxError(f"the code sandbox knows x86-64 and arm64 processors only; set {KIND}=remote")
+        if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
+            raise SandboxError(f"the code sandbox counts processes in /proc/PID/task/TID/children; set {KIND}=remote")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read when something goes wrong
         self._popen: subprocess.Popen[bytes] | None = None
@@ -142,7 +145,9 @@ class Zygote:
         if not ready:
             raise SandboxError(
                 f"the code sandbox does not start here: {self._complaint()}. It needs bubblewrap that may make "
-                f"namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0), {_WAY_OUT}"
+                "namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+                "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --cap-add SYS_ADMIN "
+                f"--security-opt seccomp=unconfined), {_WAY_OUT}"
             )
 
     def _await_session(self, channel: socket.socket) -> int:

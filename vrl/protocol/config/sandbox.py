@@ -9,9 +9,7 @@ from typing import Literal, final
 class SandboxConfig:
     """Where a model's code runs and what it may use. Limits hold for one interpreter, that of one episode."""
 
-    kind: Literal["local", "remote", "rlimits"] = (
-        "local"  # bubblewrap, a Sandbox Fusion server, or limits alone (unsafe)
-    )
+    kind: Literal["local", "remote", "rlimits"] = "local"  # bubblewrap, Sandbox Fusion server, or (unsafe) limits alone
     cell_seconds: float = 10.0  # seconds of wall clock a cell
     memory_mib: int = 512  # MiB a cell and its processes may use beyond the interpreter itself
     processes: int = 32  # processes and threads; with rlimits there are threads only

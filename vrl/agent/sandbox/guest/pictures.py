@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
+import numpy
 import PIL.Image
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,8 +58,7 @@ class Pictures:
         """Draw a figure and keep it."""
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        width, height = canvas.get_width_height()
-        self.show(PIL.Image.frombuffer("RGBA", (width, height), canvas.buffer_rgba(), "raw", "RGBA", 0, 1))
+        self.show(PIL.Image.fromarray(numpy.asarray(canvas.buffer_rgba())))
 
     def show_open_figures(self) -> None:
         """Keep all figures of pyplot and close them, as a notebook does."""
