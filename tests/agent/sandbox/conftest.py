@@ -1,4 +1,4 @@
-"""One runner for all tests of a file, with short limits; what needs bubblewrap is skipped where there is none."""
+"""One runner for all tests, with short limits; what needs bubblewrap is skipped where there is none."""
 
 import shutil
 import socket
@@ -18,7 +18,7 @@ def bubblewrap() -> None:
         pytest.skip("bubblewrap is not installed: apt-get install bubblewrap")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runner(bubblewrap: None) -> Iterator[LocalRunner]:
     with LocalRunner(SHORT) as made:
         yield made

@@ -52,6 +52,8 @@ class Zygote:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read when something goes wrong
         self._popen: subprocess.Popen[bytes] | None = None
+        # Of all working folders; the zygote removes it as well, should this process be killed.
+        self._folder = tempfile.mkdtemp(prefix="vrl-cells-") if config.kind == "rlimits" else None
         try:
             with theirs:
                 self._popen = self._start(theirs.fileno())
@@ -68,7 +70,7 @@ class Zygote:
 
     def spawn(self) -> Interpreter:
         """Return a new interpreter. Raises SandboxError when the zygote cannot make one."""
-        folder = tempfile.mkdtemp(prefix="vrl-cells-") if self._config.kind == "rlimits" else None
+        folder = None if self._folder is None else tempfile.mkdtemp(dir=self._folder)
         ours, theirs = socket.socketpair()
         output, write_end = os.pipe()
         try:
@@ -93,6 +95,8 @@ class Zygote:
             self._popen.kill()
             self._popen.wait()
         self._errors.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, control: int) -> "subprocess.Popen[bytes]":
         if self._config.kind == "rlimits":
@@ -126,6 +130,7 @@ class Zygote:
         namespaces = config.kind != "rlimits"
         return {
             "namespaces": namespaces,
+            "folder": self._folder,
             "user": _NOBODY if namespaces and os.geteuid() == 0 else None,
             "cpu_seconds": int(_CPU_FACTOR * config.cell_seconds) + 1,
             "memory_mib": config.memory_mib,

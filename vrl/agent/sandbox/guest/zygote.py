@@ -9,6 +9,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import signal
 import site
 import socket
@@ -43,12 +44,14 @@ def main() -> None:
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
         if not message:
-            return
+            break
         if os.fork() == 0:
             control.close()
             _begin_session(settings, message.decode(), *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
+    if settings["folder"] is not None:
+        shutil.rmtree(settings["folder"], ignore_errors=True)
 
 
 def _warm_up() -> None:
