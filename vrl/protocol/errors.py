@@ -24,3 +24,10 @@ class EngineError(RuntimeError):
 
 class RewardError(RuntimeError):
     """A reward function raised, ran over its time limit or returned something that is no score."""
+
+
+class SandboxError(RuntimeError):
+    """No sandbox for a model's code can be had: bubblewrap is missing, namespaces are refused, a server is down.
+
+    What the code itself does wrong is never one: it is in the result of its cell.
+    """

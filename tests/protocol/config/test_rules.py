@@ -98,6 +98,10 @@ FAULTS = [
     ({"data.val_files": [], "trainer.val_only": True}, ["val_only=True", "data.val_files is empty"]),
     ({"data.custom_cls.path": "a.py"}, ["data.custom_cls.name"]),
     ({"warm_start.enable": True}, ["warm_start.files"]),
+    (
+        {f"{R}.multi_turn.sandbox.kind": "remote"},
+        ["sandbox.kind=remote", "sandbox.url", "http://localhost:8080", "None"],
+    ),
     ({"trainer.resume_mode": "resume_path"}, ["resume_from_path", "global_step_N"]),
     ({"trainer.resume_from_path": "x"}, ["resume_from_path=x", "resume_mode=auto", "resume_path"]),
     ({"algorithm.adv_estimator": "gdpo"}, ["gdpo_reward_keys", "[accuracy,format]"]),

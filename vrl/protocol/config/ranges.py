@@ -6,6 +6,7 @@ from typing import Any
 from vrl.protocol.config.schema import Config
 
 _A, _R, _T = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer"
+_SANDBOX = f"{_R}.multi_turn.sandbox"
 _SHARED_OPTIM = (f"{_A}.optim", "critic.optim")
 _SHARED_FSDP = (f"{_A}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp_config")
 
@@ -39,6 +40,8 @@ AT_LEAST_ONE = (
     f"{_R}.agent.concurrent_workers",
     f"{_R}.multi_turn.max_parallel_calls",
     f"{_R}.multi_turn.max_tool_response_length",
+    *(f"{_SANDBOX}.{name}" for name in ("memory_mib", "processes", "file_mib", "output_chars", "image_pixels")),
+    f"{_SANDBOX}.pool_size",
     "critic.ppo_mini_batch_size",
     "critic.ppo_micro_batch_size_per_gpu",
     "critic.ppo_max_token_len_per_gpu",
@@ -67,6 +70,7 @@ NOT_NEGATIVE = (
     f"{_A}.policy_loss.ppo_kl_coef",
     f"{_R}.agent.max_retries",
     f"{_R}.limit_images",
+    f"{_SANDBOX}.images",
     f"{_R}.seed",
     "data.seed",
     "algorithm.kl_ctrl.kl_coef",
@@ -89,6 +93,8 @@ ABOVE_ZERO = (
     f"{_A}.policy_loss.clip_cov_ub",
     f"{_R}.kv_cache_gib",
     f"{_R}.agent.episode_timeout",
+    f"{_SANDBOX}.cell_seconds",
+    f"{_SANDBOX}.rate",
     "critic.grad_clip",
     "critic.cliprange_value",
     "reward_model.timeout",

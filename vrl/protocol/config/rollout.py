@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from vrl.protocol.config.model import OpenDict
+from vrl.protocol.config.sandbox import SandboxConfig
 
 
 @final
@@ -47,6 +48,7 @@ class MultiTurnConfig:
     max_parallel_calls: int = 1  # calls a turn that run
     max_tool_response_length: int = 256  # tokens of a tool's answer
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"  # which part of it is cut
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
 @final

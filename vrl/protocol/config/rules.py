@@ -217,6 +217,15 @@ def _resume(config: Config) -> Messages:
         yield f"trainer.resume_from_path={path} is not read with trainer.resume_mode={mode}: set it to resume_path"
 
 
+def _sandbox(config: Config) -> Messages:
+    sandbox = config.actor_rollout_ref.rollout.multi_turn.sandbox
+    if sandbox.kind == "remote" and not (sandbox.url or "").startswith(("http://", "https://")):
+        yield (
+            f"{_ROLLOUT}.multi_turn.sandbox.kind=remote needs the address of a Sandbox Fusion server in "
+            f"{_ROLLOUT}.multi_turn.sandbox.url, such as http://localhost:8080; got {sandbox.url}"
+        )
+
+
 def _not_supported(config: Config) -> Messages:
     """Settings of verl whose names are taken but that this version does not carry out."""
     algorithm = config.algorithm
@@ -244,6 +253,7 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.rewards,
     algorithm_rules.gdpo,
     _resume,
+    _sandbox,
     _not_supported,
 )
 

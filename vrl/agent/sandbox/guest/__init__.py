@@ -1,0 +1,1 @@
+"""The programs that run inside the sandbox. They see the standard library, numpy, PIL, matplotlib, nothing of vrl."""

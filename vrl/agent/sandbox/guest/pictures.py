@@ -1,0 +1,131 @@
+"""Images that the code of a cell shows, leaves open or saves, as raw RGB pixels for the tool process."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import PIL.Image
+from matplotlib import pyplot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp"})
+_MAX_FILES_LOOKED_AT = 256
+
+
+@final
+class Pictures:
+    """What one cell has shown so far: `(width, height, pixels)`, each content once, at most `limit`."""
+
+    def __init__(self, limit: int, max_pixels: int) -> None:
+        self._limit = limit
+        self._max_pixels = max_pixels
+        self._seen: set[bytes] = set()
+        self._files: dict[str, tuple[int, int]] = {}
+        self.shown: list[tuple[int, int, bytes]] = []
+        self.left_out = 0
+
+    def begin(self) -> None:
+        """Forget the last cell's images and remember which files are there."""
+        self.shown, self.left_out = [], 0
+        self._seen.clear()
+        self._files = self._image_files()
+
+    def show(self, image: PIL.Image.Image) -> None:
+        """Keep an image: RGB on white, made smaller when it has too many pixels."""
+        if len(self.shown) >= self._limit:
+            self.left_out += 1
+            return
+        width, height = image.size
+        if width < 1 or height < 1:
+            return
+        if width * height > self._max_pixels:
+            factor = math.sqrt(self._max_pixels / (width * height))
+            size = (max(1, int(width * factor)), max(1, int(height * factor)))
+            size = (min(size[0], self._max_pixels), min(size[1], self._max_pixels))
+            image = _opaque(image).resize(size, PIL.Image.Resampling.BOX)
+        image = _opaque(image)
+        pixels = image.tobytes()
+        key = hashlib.sha256(b"%d %d " % image.size + pixels).digest()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.shown.append((*image.size, pixels))
+
+    def show_figure(self, figure: Figure) -> None:
+        """Draw a figure and keep it."""
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        self.show(PIL.Image.fromarray(numpy.asarray(canvas.buffer_rgba())))
+
+    def show_open_figures(self) -> None:
+        """Keep all figures of pyplot and close them, as a notebook does."""
+        for number in pyplot.get_fignums():
+            if len(self.shown) >= self._limit:
+                self.left_out += 1
+            else:
+                self.show_figure(pyplot.figure(number))
+        pyplot.close("all")
+
+    def show_new_files(self) -> None:
+        """Keep the image files that were made or changed in the working folder since `begin`."""
+        for name, state in self._image_files().items():
+            if self._files.get(name) == state:
+                continue
+            if len(self.shown) >= self._limit:
+                self.left_out += 1
+                continue
+            try:
+                with PIL.Image.open(name) as image:
+                    self.show(image)
+            except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError):
+                continue  # half a file, or none of an image at all
+
+    @staticmethod
+    def _image_files() -> dict[str, tuple[int, int]]:
+        """Return time and size of the image files in the working folder, the oldest first."""
+        found: list[tuple[int, int, str]] = []
+        try:
+            for path in sorted(Path().iterdir())[:_MAX_FILES_LOOKED_AT]:
+                if path.suffix.lower() in _SUFFIXES and path.is_file() and not path.is_symlink():
+                    state = path.stat()
+                    found.append((state.st_mtime_ns, state.st_size, path.name))
+        except OSError:
+            return {}
+        return {name: (time, size) for time, size, name in sorted(found)}
+
+
+def take_over_show(pictures: Pictures) -> None:
+    """Make `.show()` of images, figures and pyplot hand over what they would put on a screen."""
+
+    def show_image(image: PIL.Image.Image, *_: Any, **__: Any) -> None:
+        pictures.show(image)
+
+    def show_all(*_: Any, **__: Any) -> None:
+        pictures.show_open_figures()
+
+    def show_figure(figure: Figure, *_: Any, **__: Any) -> None:
+        pictures.show_figure(figure)
+        pyplot.close(figure)
+
+    replace: list[tuple[Any, Callable[..., None]]] = [
+        (PIL.Image.Image, show_image),
+        (pyplot, show_all),
+        (Figure, show_figure),
+    ]
+    for owner, function in replace:
+        owner.show = function
+
+
+def _opaque(image: PIL.Image.Image) -> PIL.Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode in {"RGBA", "LA", "PA"}:
+        image = image.convert("RGBA")
+        white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return PIL.Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
