@@ -26,7 +26,8 @@ def parse_tool_calls(text: str) -> ParsedTurn:
     """Return the calls of a turn, each as it reads or as the error to tell the model.
 
     A complete call at the end of the text needs no closing tag: a stop string may have cut it off. Python's `NaN` and
-    `Infinity`, numbers beyond float64 and values nested deeper than 64 are bad JSON; a lone surrogate becomes a question mark.
+    `Infinity`, numbers beyond float64 and values nested deeper than 64 are bad JSON. A lone surrogate becomes a
+    question mark.
     """
     turn = TurnBuilder(text, "tool call")
     while not turn.full and (tag := _TAG.search(text, turn.position)):

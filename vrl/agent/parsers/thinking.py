@@ -21,7 +21,7 @@ class Thoughts:
     def start_of_speech(self) -> int:
         """Where the text begins that is not thought: after the first `</think>` that no `<think>` opens, else 0."""
         close = self._text.find(CLOSE)
-        if close < 0 or 0 <= self._text.find(OPEN, 0, close):
+        if close < 0 or self._text.find(OPEN, 0, close) >= 0:
             return 0
         return close + len(CLOSE)
 

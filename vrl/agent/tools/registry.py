@@ -1,0 +1,35 @@
+"""Built-in tools by name. Their modules are imported on first use: some cost a second to import."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vrl.agent.tools.types import Tool, ToolResources
+
+# name -> module and function; the function takes (config, resources) and returns a Tool.
+BUILT_IN_TOOLS: Final[Mapping[str, tuple[str, str]]] = {
+    "python": ("vrl.agent.tools.interpreter", "interpreter_tool"),
+    "image_zoom_in_tool": ("vrl.agent.tools.image_tools", "zoom_tool"),
+    "image_rotate_tool": ("vrl.agent.tools.image_tools", "rotate_tool"),
+    "calculator": ("vrl.agent.tools.calculator", "calculator_tool"),
+    "search": ("vrl.agent.tools.search", "search_tool"),
+    "retriever": ("vrl.agent.tools.search", "retriever_tool"),
+}
+
+# Names in verl's files for tools that are built in here.
+ALIASES: Final[Mapping[str, str]] = {
+    "verl.tools.image_zoom_in_tool.ImageZoomInTool": "image_zoom_in_tool",
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "python",
+    "verl.tools.search_tool.SearchTool": "retriever",
+}
+
+
+def is_built_in(name: str) -> bool:
+    """Tell whether a name in a settings file means a built-in tool."""
+    return ALIASES.get(name, name) in BUILT_IN_TOOLS
+
+
+def build_tool(name: str, config: Mapping[str, Any], resources: ToolResources) -> Tool:
+    """Return a built-in tool. Raises ConfigError when its settings do not do."""
+    module, function = BUILT_IN_TOOLS[ALIASES.get(name, name)]
+    return vars(importlib.import_module(module))[function](config, resources)
