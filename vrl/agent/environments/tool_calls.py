@@ -1,8 +1,7 @@
 """An environment of function tools: the model calls tools by name until it answers (`tools`, `image_tools`)."""
 
-import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -13,11 +12,9 @@ from vrl.agent.parsers.answer import last_answer
 from vrl.agent.parsers.hermes import parse_tool_calls
 from vrl.agent.parsers.types import Action, ParseError, ToolCall
 from vrl.agent.tools.schemas import ArgumentChecker
-from vrl.agent.tools.types import ImageLimits, Tool, ToolAnswer, ToolSession, failed
+from vrl.agent.tools.types import Answering, ImageLimits, Tool, ToolAnswer, ToolSession, failed
 from vrl.protocol.trajectory import Prompt
 
-_LOG = logging.getLogger(__name__)
-_THREADS: Final = 8
 _MAX_NAME_CHARACTERS: Final = 60
 
 
@@ -41,7 +38,6 @@ class ToolKind:
         self.checkers = {name: ArgumentChecker(tool.schema) for name, tool in self.tools.items()}
         self.limits = limits
         self.role = role
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -55,7 +51,6 @@ class ToolKind:
     def close(self) -> None:
         """Close the tools."""
         with ExitStack() as stack:
-            stack.callback(self.threads.shutdown, cancel_futures=True)
             for tool in self.tools.values():
                 stack.callback(tool.close)
 
@@ -99,17 +94,19 @@ class ToolEnvironment:
             self._sessions = {}
 
     def _answers(self, actions: Sequence[Action]) -> tuple[list[str | None], list[ToolAnswer]]:
-        """Return the tools' names and answers in the order of the actions."""
+        """Return the tools' names and answers in the order of the actions. Calls begin in that order too."""
         allowed = self._kind.limits.max_parallel_calls
-        ready: list[ToolAnswer | tuple[ToolSession, ToolCall]] = []
+        begun: list[Answering] = []
         for action in actions:
             refusal = self._refusal(action, allowed)
-            if refusal is not None or not isinstance(action, ToolCall):
-                ready.append(refusal or failed("this is no tool call"))
-                continue
-            allowed -= 1
-            ready.append((self._session(action.name), action))
-        return [action.name if isinstance(action, ToolCall) else None for action in actions], self._run(ready)
+            if refusal is None and isinstance(action, ToolCall):
+                allowed -= 1
+                begun.append(self._session(action.name).call(action.arguments))
+            else:
+                begun.append(refusal or failed("this is no tool call"))
+        wait(item for item in begun if isinstance(item, Future))
+        answers = [item.result() if isinstance(item, Future) else item for item in begun]
+        return [action.name if isinstance(action, ToolCall) else None for action in actions], answers
 
     def _refusal(self, action: Action, allowed: int) -> ToolAnswer | None:
         if isinstance(action, ParseError):
@@ -124,23 +121,8 @@ class ToolEnvironment:
         problem = self._kind.checkers[action.name].problem(action.arguments)
         return None if problem is None else failed(problem)
 
-    def _run(self, ready: Sequence[ToolAnswer | tuple[ToolSession, ToolCall]]) -> list[ToolAnswer]:
-        """Run what is ready to run: at the same time where all tools of the turn take that, else one by one."""
-        calls = [item for item in ready if isinstance(item, tuple)]
-        together = len(calls) > 1 and all(self._kind.tools[call.name].parallel for _, call in calls)
-        if together:
-            done = iter(list(self._kind.threads.map(_invoke, calls)))
-        else:
-            done = iter([_invoke(call) for call in calls])
-        return [item if isinstance(item, ToolAnswer) else next(done) for item in ready]
-
     def _session(self, name: str) -> ToolSession:
         if name not in self._sessions:
             tool = self._kind.tools[name]
             self._sessions[name] = tool.start(self._prompt, self._prompt.tools_kwargs.get(name) or {})
         return self._sessions[name]
-
-
-def _invoke(call: tuple[ToolSession, ToolCall]) -> ToolAnswer:
-    session, action = call
-    return session.call(action.arguments)

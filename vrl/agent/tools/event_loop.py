@@ -3,10 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar, final
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar, final
 
 _T = TypeVar("_T")
+_END_SECONDS: Final = 20.0
 
 
 @final
@@ -19,14 +20,13 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, _T], timeout_seconds: float | None = None) -> _T:
-        """Return what the coroutine returns; raises TimeoutError, and cancels it, when it takes longer."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
-        try:
-            return future.result(timeout_seconds)
-        except FutureTimeoutError:
-            future.cancel()
-            raise
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin to run a coroutine, after those submitted before it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Return what the coroutine returns."""
+        return self.submit(coroutine).result()
 
     def close(self) -> None:
         """Cancel what runs and end the thread."""
@@ -35,9 +35,9 @@ class EventLoopThread:
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_END_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10.0)
+        thread.join(_END_SECONDS)
         loop.close()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:

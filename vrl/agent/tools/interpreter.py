@@ -61,7 +61,6 @@ class InterpreterTool:
     """The tool `python`."""
 
     schema = SCHEMA
-    parallel = False  # cells of one episode run one after the other
 
     def __init__(self, runner: CodeRunner) -> None:
         self._runner = runner

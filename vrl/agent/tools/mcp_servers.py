@@ -9,9 +9,8 @@ import base64
 import binascii
 import json
 import sys
-from collections.abc import Mapping
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, final
@@ -22,7 +21,7 @@ from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
-from mcp_types import CallToolResult
+from mcp_types import CONNECTION_CLOSED, CallToolResult
 
 from vrl.agent.tools.event_loop import EventLoopThread
 from vrl.agent.tools.pictures import PictureError, encoded
@@ -34,7 +33,7 @@ from vrl.protocol.trajectory import Prompt
 _START_SECONDS: Final = 60.0
 _CALL_SECONDS: Final = 60.0
 _LOST: Final = (  # what a dead transport raises
-    *(OSError, EOFError, httpx2.HTTPError, CancelledError),
+    *(OSError, EOFError, httpx2.HTTPError),
     *(anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream),
 )
 
@@ -75,6 +74,7 @@ class McpConnection:
         self._server = server
         self._loop = EventLoopThread(f"mcp-{key}")
         self._client: Client | None = None
+        self._closed = False
         self._opening = asyncio.Lock()
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -82,8 +82,8 @@ class McpConnection:
     def tools(self, chosen: Any, timeout_seconds: float) -> list[StatelessTool]:
         """Connect and return the server's tools, or those of them that are chosen."""
         try:
-            listed = self._loop.run(self._list(), _START_SECONDS)
-        except (MCPError, TimeoutError, FutureTimeoutError, ExceptionGroup, ValueError, RuntimeError, *_LOST) as error:
+            listed = self._loop.run(asyncio.wait_for(self._list(), _START_SECONDS))
+        except (MCPError, TimeoutError, ExceptionGroup, ValueError, RuntimeError, *_LOST) as error:
             raise ConfigError(f"{self._key}: the MCP server cannot be reached: {_cause(error)}") from error
         tools = []
         for tool in listed:
@@ -94,41 +94,41 @@ class McpConnection:
             tools.append(StatelessTool(schema, self._caller(tool.name, timeout_seconds), self.close))
         return tools
 
-    def call(self, name: str, arguments: Mapping[str, Any], timeout_seconds: float) -> ToolAnswer:
-        """Carry out one call. Raises ToolFailure when the server is gone and does not come back."""
-        for attempt in (1, 2):
-            try:
-                result = self._loop.run(self._call(name, dict(arguments)), timeout_seconds)
-            except (TimeoutError, FutureTimeoutError):
-                return failed(f"the tool {name} took longer than {timeout_seconds:g} seconds")
-            except MCPError as error:
-                if not _is_lost(error):
-                    return failed(f"the tool {name} failed: {error}")
-                self._drop(attempt, error)
-            except (*_LOST, ExceptionGroup) as error:
-                self._drop(attempt, error)
-            except (RuntimeError, ValueError) as error:  # an answer that breaks the server's own schema
-                return failed(f"the tool {name} failed: {error}")
-            else:
-                return _answer(result)
-        raise AssertionError("the second attempt returns or raises")
-
     def close(self) -> None:
         """End the session, and the server where it is a child process."""
-        if self._client is not None:
-            self._loop.run(self._disconnect(), _START_SECONDS)
-        self._loop.close()
+        if not self._closed:
+            self._closed = True
+            self._loop.run(self._disconnect(self._client))
+            self._loop.close()
 
-    def _drop(self, attempt: int, error: BaseException) -> None:
-        self._loop.run(self._disconnect(), _START_SECONDS)
-        if attempt == 2:
-            raise ToolFailure(f"{self._key}: the MCP server is gone: {_cause(error)}") from error
-
-    def _caller(self, name: str, timeout_seconds: float) -> Any:
-        def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
-            return self.call(name, arguments, timeout_seconds)
+    def _caller(self, name: str, timeout_seconds: float) -> Callable[[Prompt, Mapping[str, Any]], Future[ToolAnswer]]:
+        def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> Future[ToolAnswer]:
+            return self._loop.submit(self._answer(name, dict(arguments), timeout_seconds))
 
         return call
+
+    async def _answer(self, name: str, arguments: dict[str, Any], timeout_seconds: float) -> ToolAnswer:
+        """Carry out one call. Raises ToolFailure when the server is gone and does not come back."""
+        lost: BaseException | None = None
+        for _attempt in range(2):
+            client = None
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    client = await self._connected()
+                    return read_result(await client.call_tool(name, arguments))
+            except TimeoutError:
+                return failed(f"the tool {name} took longer than {timeout_seconds:g} seconds")
+            except MCPError as error:
+                if error.error.code != CONNECTION_CLOSED:
+                    return failed(f"the tool {name} failed: {error}")
+                lost = error
+            except (RuntimeError, ValueError) as error:  # an answer that breaks the server's own schema
+                return failed(f"the tool {name} failed: {error}")
+            except (ExceptionGroup, *_LOST) as error:
+                lost = error
+            await self._disconnect(client)
+        assert lost is not None
+        raise ToolFailure(f"{self._key}: the MCP server is gone: {_cause(lost)}") from lost
 
     async def _list(self) -> list[Any]:
         client = await self._connected()
@@ -139,10 +139,6 @@ class McpConnection:
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        client = await self._connected()
-        return await client.call_tool(name, arguments)
 
     async def _connected(self) -> Client:
         """Return the client. A task of its own opens and closes it: anyio wants both in one task."""
@@ -164,7 +160,10 @@ class McpConnection:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
 
-    async def _disconnect(self) -> None:
+    async def _disconnect(self, client: Client | None) -> None:
+        """End this client's session, unless another call has opened a new one since."""
+        if client is not self._client:
+            return
         task, self._client, self._task = self._task, None, None
         self._ended.set()
         if task is not None:
@@ -203,7 +202,8 @@ def _servers(settings: Mapping[str, Any], key: str) -> dict[str, Mapping[str, An
     return {str(name): server for name, server in servers.items()}
 
 
-def _answer(result: CallToolResult) -> ToolAnswer:
+def read_result(result: CallToolResult) -> ToolAnswer:
+    """Return a server's answer: texts joined by newlines, images, and a note in place of all else."""
     texts: list[str] = []
     images: list[bytes] = []
     for block in result.content:
@@ -218,10 +218,6 @@ def _answer(result: CallToolResult) -> ToolAnswer:
             texts.append(f"(content of type {block.type} was left out)")
     text = "\n".join(texts)
     return failed(text) if result.is_error else ToolAnswer(text=text, images=tuple(images))
-
-
-def _is_lost(error: MCPError) -> bool:
-    return "closed" in str(error).lower()
 
 
 def _cause(error: BaseException) -> str:

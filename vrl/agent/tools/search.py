@@ -4,6 +4,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from vrl.protocol.trajectory import Prompt
 
 _MAX_QUERY_CHARACTERS: Final = 1000
 _MAX_ANSWER_BYTES: Final = 4_000_000
+_THREADS: Final = 8
 
 SCHEMA: Final = function_schema(
     "search",
@@ -60,7 +62,7 @@ def retriever_tool(config: Mapping[str, Any], resources: ToolResources) -> State
     topk, retries = _topk(config), int(config.get("max_retries", 3))
     timeout = float(config.get("timeout", 30.0))
 
-    def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
+    def ask(arguments: Mapping[str, Any]) -> ToolAnswer:
         request = {"queries": [_query(arguments)], "topk": topk, "return_scores": True}
         answer = _post(url, request, timeout, retries)
         try:
@@ -68,7 +70,8 @@ def retriever_tool(config: Mapping[str, Any], resources: ToolResources) -> State
         except (KeyError, IndexError, TypeError) as error:
             raise ToolFailure(f"{url} answers in another form than Search-R1's: {error!r}") from error
 
-    return StatelessTool(SCHEMA, call)
+    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="retriever")
+    return StatelessTool(SCHEMA, lambda _, arguments: threads.submit(ask, arguments), threads.shutdown)
 
 
 def _topk(config: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """What a tool is to an environment: a schema for the model, and a session for each episode."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -24,11 +25,14 @@ class ToolAnswer:
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])  # to the rollout file; numbers become metrics
 
 
+Answering = ToolAnswer | Future[ToolAnswer]  # an answer, or one on its way while further calls of the turn begin
+
+
 class ToolSession(Protocol):
     """A tool in one episode; no other episode sees its state."""
 
-    def call(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Carry out one call whose arguments fit the schema."""
+    def call(self, arguments: Mapping[str, Any]) -> Answering:
+        """Carry out one call whose arguments fit the schema, or begin to; calls begin in the model's order."""
         ...
 
     def finish(self) -> float:
@@ -46,11 +50,6 @@ class Tool(Protocol):
     @property
     def schema(self) -> Mapping[str, Any]:
         """The OpenAI function schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-        ...
-
-    @property
-    def parallel(self) -> bool:
-        """Whether several calls of one episode may run at the same time."""
         ...
 
     def start(self, prompt: Prompt, options: Mapping[str, Any]) -> ToolSession:
@@ -95,10 +94,10 @@ def failed(text: str) -> ToolAnswer:
 
 @final
 class _Stateless:
-    def __init__(self, call: Callable[[Mapping[str, Any]], ToolAnswer]) -> None:
+    def __init__(self, call: Callable[[Mapping[str, Any]], Answering]) -> None:
         self._call = call
 
-    def call(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+    def call(self, arguments: Mapping[str, Any]) -> Answering:
         return self._call(arguments)
 
     def finish(self) -> float:
@@ -115,11 +114,10 @@ class StatelessTool:
     def __init__(
         self,
         schema: Mapping[str, Any],
-        call: Callable[[Prompt, Mapping[str, Any]], ToolAnswer],
+        call: Callable[[Prompt, Mapping[str, Any]], Answering],
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.schema = schema
-        self.parallel = True
         self.close = close
         self._call = call
 

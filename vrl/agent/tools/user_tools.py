@@ -5,21 +5,24 @@ A class may inherit from `BaseTool` here or just have these methods; only `execu
 the schema is a plain mapping; what `calc_reward` returns is added to the last turn's reward.
 """
 
+import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from vrl.agent.tools.event_loop import EventLoopThread
 from vrl.agent.tools.pictures import encoded
 from vrl.agent.tools.schemas import checked_schema
-from vrl.agent.tools.types import ToolAnswer, ToolFailure, failed
+from vrl.agent.tools.types import Answering, ToolAnswer, ToolFailure, failed
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _METHODS: Final = ("create", "execute", "calc_reward", "release")
 
 
@@ -71,8 +74,13 @@ class UserTool:
         }
         if "execute" not in self._methods:
             raise ConfigError(f"{key}: {type(tool).__name__} has no method execute(instance_id, parameters)")
-        self.parallel = inspect.iscoroutinefunction(self._methods["execute"])
+        self._asynchronous = any(map(inspect.iscoroutinefunction, self._methods.values()))
         self._loop = EventLoopThread("user-tool")
+
+    @property
+    def name(self) -> str:
+        """What the model calls it."""
+        return self.schema["function"]["name"]
 
     def start(self, prompt: Prompt, options: Mapping[str, Any]) -> "_UserSession":
         """Return one episode's session; `create` is called before its first call."""
@@ -82,13 +90,27 @@ class UserTool:
         """End the thread of asynchronous methods."""
         self._loop.close()
 
-    def invoke(self, name: str, positional: tuple[Any, ...], offered: Mapping[str, Any]) -> Any:
-        """Call a method with those of the offered keyword arguments that it takes; wait for a coroutine."""
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin to run a coroutine: an asynchronous tool's in the loop, another's here and now."""
+        if self._asynchronous:
+            return self._loop.submit(coroutine)
+        done: Future[_T] = Future()
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            done.set_result(end.value)
+        else:
+            coroutine.close()
+            raise TypeError(f"the tool {self.name} waits for something; declare its methods with async def")
+        return done
+
+    async def invoke(self, name: str, positional: tuple[Any, ...], offered: Mapping[str, Any]) -> Any:
+        """Call a method, if there is one, with those of the offered keyword arguments that it takes."""
         method = self._methods.get(name)
         if method is None:
             return None
         result = method(*positional, **_taken(method, len(positional), offered))
-        return self._loop.run(result) if inspect.iscoroutine(result) else result
+        return await result if inspect.isawaitable(result) else result
 
 
 @final
@@ -97,39 +119,49 @@ class _UserSession:
         self._tool = tool
         self._prompt = prompt
         self._options = options
+        self._creating = asyncio.Lock()
         self._instance_id: str | None = None
 
-    def call(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+    def call(self, arguments: Mapping[str, Any]) -> Answering:
+        return self._tool.begin(self._execute(dict(arguments)))
+
+    def finish(self) -> float:
+        return self._tool.begin(self._reward()).result()
+
+    def close(self) -> None:
+        self._tool.begin(self._release()).result()
+
+    async def _execute(self, arguments: dict[str, Any]) -> ToolAnswer:
         try:
-            instance_id = self._created()
-            returned = self._tool.invoke("execute", (instance_id, dict(arguments)), self._offered("execute_kwargs"))
-            return answer_of(returned)
+            instance_id = await self._created()
+            offered = self._offered("execute_kwargs")
+            return answer_of(await self._tool.invoke("execute", (instance_id, arguments), offered))
         except ToolFailure:
             raise
         except Exception as error:  # noqa: BLE001 - a user's tool may raise anything; the model is told
-            name = self._tool.schema["function"]["name"]
-            _LOG.warning("tool %s failed in a call", name, exc_info=True)
-            return failed(f"the tool {name} failed: {type(error).__name__}: {error!s:.500}")
+            _LOG.warning("tool %s failed in a call", self._tool.name, exc_info=True)
+            return failed(f"the tool {self._tool.name} failed: {type(error).__name__}: {error!s:.500}")
 
-    def finish(self) -> float:
+    async def _reward(self) -> float:
         if self._instance_id is None:
             return 0.0
-        return float(self._tool.invoke("calc_reward", (self._instance_id,), self._offered("calc_reward_kwargs")) or 0.0)
+        offered = self._offered("calc_reward_kwargs")
+        return float(await self._tool.invoke("calc_reward", (self._instance_id,), offered) or 0.0)
 
-    def close(self) -> None:
-        if self._instance_id is None:
-            return
+    async def _release(self) -> None:
         instance_id, self._instance_id = self._instance_id, None
-        self._tool.invoke("release", (instance_id,), self._offered("release_kwargs"))
+        if instance_id is not None:
+            await self._tool.invoke("release", (instance_id,), self._offered("release_kwargs"))
 
-    def _created(self) -> str:
-        if self._instance_id is None:
-            instance_id = uuid.uuid4().hex
-            returned = self._tool.invoke("create", (instance_id,), self._offered("create_kwargs"))
-            if isinstance(returned, tuple):  # (instance_id, response) in newer versions of verl
-                returned = returned[0]
-            self._instance_id = returned if isinstance(returned, str) else instance_id
-        return self._instance_id
+    async def _created(self) -> str:
+        async with self._creating:
+            if self._instance_id is None:
+                instance_id = uuid.uuid4().hex
+                returned = await self._tool.invoke("create", (instance_id,), self._offered("create_kwargs"))
+                if isinstance(returned, tuple):  # (instance_id, response) in newer versions of verl
+                    returned = returned[0]
+                self._instance_id = returned if isinstance(returned, str) else instance_id
+            return self._instance_id
 
     def _offered(self, name: str) -> dict[str, Any]:
         """Return the row's keyword arguments, both one by one and as a whole: verl's tools read either."""
