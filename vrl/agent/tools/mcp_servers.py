@@ -113,10 +113,11 @@ class McpConnection:
         for _attempt in range(2):
             client = None
             try:
-                async with asyncio.timeout(timeout_seconds):
-                    client = await self._connected()
-                    return read_result(await client.call_tool(name, arguments))
-            except TimeoutError:
+                client = await asyncio.wait_for(self._connected(), _START_SECONDS)
+                return read_result(await asyncio.wait_for(client.call_tool(name, arguments), timeout_seconds))
+            except TimeoutError as error:
+                if client is None:
+                    raise ToolFailure(f"{self._key}: the MCP server does not start") from error
                 return failed(f"the tool {name} took longer than {timeout_seconds:g} seconds")
             except MCPError as error:
                 if error.error.code != CONNECTION_CLOSED:
