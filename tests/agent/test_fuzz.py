@@ -179,7 +179,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
 def test_two_thousand_outputs(tmp_path: Path) -> None:
     seen = fuzz(2000, 0, tmp_path)
     # The fuzz says something only when much of it gets through to the tools.
-    assert all(seen[name] > 100 for name in ("tool_calls", "tool_errors", "malformed_calls", "images", "answers")), seen
+    assert all(seen[name] > 50 for name in ("tool_calls", "tool_errors", "malformed_calls", "images", "answers")), seen
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from vrl.agent.environments.tool_calls import TurnLimits
 from vrl.agent.environments.types import StepResult
 from vrl.agent.parsers.answer import last_answer
 from vrl.agent.parsers.code import parse_code_tags, parse_fenced_code
-from vrl.agent.parsers.types import CodeCell, ParsedTurn
+from vrl.agent.parsers.types import CodeCell, ParsedTurn, ParseError
 from vrl.agent.sandbox.types import CodeRunner
 from vrl.agent.tools.interpreter import InterpreterSession
 from vrl.agent.tools.types import failed
@@ -69,7 +69,7 @@ class CodeEnvironment:
                 answer = failed(f"not run: at most {most} code blocks run in a turn")
                 errors += 1
             else:
-                answer = failed(action.message if not isinstance(action, CodeCell) else "")
+                answer = failed(action.message if isinstance(action, ParseError) else "this is no code")
                 malformed += 1
             observation.add(answer)
         counts = {"tool_calls": cells, "tool_errors": errors, "malformed_calls": malformed, "code_seconds": seconds}

@@ -6,7 +6,7 @@ same corner, as in DeepEyes.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from PIL import Image
 
@@ -129,5 +129,5 @@ def _pick(prompt: Prompt, index: Any) -> Image.Image:
     return open_picture(prompt.images[index - 1])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9

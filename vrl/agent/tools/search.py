@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import bm25s
+from bm25s.tokenization import Tokenized
 
 from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolFailure, ToolResources, function_schema
 from vrl.protocol.errors import ConfigError
@@ -40,8 +41,7 @@ def search_tool(config: Mapping[str, Any], resources: ToolResources) -> Stateles
 
     def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
         words = bm25s.tokenize(_query(arguments), show_progress=False, allow_empty=True)
-        vocabulary = words.vocab
-        if not set(vocabulary) & set(index.vocab_dict):
+        if not isinstance(words, Tokenized) or not words.vocab.keys() & index.vocab_dict.keys():
             return ToolAnswer(text="No document matches.")
         found, scores = index.retrieve(words, k=min(topk, len(documents)), show_progress=False, n_threads=0)
         best = [documents[number] for number, score in zip(found[0], scores[0], strict=True) if score > 0]
