@@ -11,7 +11,9 @@ import yaml
 from tests.agent.episodes import call, texts
 from tests.agent.in_process_runner import InProcessRunner
 from vrl.agent.environments.registry import Environments, known_environments, settings_of
-from vrl.agent.rewards.registry import find_rule
+from vrl.agent.rewards.registry import find_rule, known_data_sources
+from vrl.agent.rewards.scoring import make_scorer
+from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
 from vrl.agent.tools.registry import BUILT_IN_TOOLS
 from vrl.data.dataset import load_rows
 from vrl.protocol.config.builder import build
@@ -19,7 +21,7 @@ from vrl.protocol.trajectory import Prompt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 TOOL, GAME = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-TOOLS, SETTINGS, SERVERS = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+TOOLS, SETTINGS, SERVERS, REWARD = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 ROWS = [json.loads(row) for row in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
 
 
@@ -71,6 +73,18 @@ def test_the_environment(environments: Environments, tmp_path: Path) -> None:
     assert (won.reward, won.done, won.info) == (1.0, True, {"guesses_left": 4})
     lost = environments.start(prompt_of(ROWS[1], tmp_path))
     assert [lost.step("<answer>1</answer>").done for _ in range(7)] == [False] * 6 + [True]
+
+
+def test_the_reward() -> None:
+    custom = build(REWARD).custom_reward_function
+    spec = RewardSpec(function_path=custom.path, function_kwargs=custom.reward_kwargs)
+    request = RewardRequest("anything", "<answer>Paris</answer> it is", "Paris")
+    assert make_scorer(spec)(request) == Score(0.9, {"exact_match": 1.0, "format": 0.0})
+    named = re.findall(
+        r"`([\w/*]+)`", "".join(re.findall(r"^\| (`(?:exact|format|arc|code_tests|llm|comb).*?) \|", PAGE, re.M))
+    )
+    assert len(named) >= 12
+    assert set(named) <= set(known_data_sources())
 
 
 def test_the_other_entries_and_the_tables(environments: Environments) -> None:

@@ -161,6 +161,9 @@ tools:
         ({"class": "plain", "config": {"x": 1}}, "there is no setting x; there are none"),
         ("tools", "needs actor_rollout_ref.rollout.multi_turn.tool_config_path, or config.tools"),
         ({"class": "tools", "config": {"tools": []}}, "at least one tool"),
+        ({"class": "image_tools", "config": {"max_parallel_calls": 0}}, "max_parallel_calls=0: a whole number"),
+        ({"class": "image_tools", "config": {"role": "assistant"}}, "role='assistant': use one of tool, user"),
+        ({"class": "image_tools", "config": {"min_side": "28"}}, "min_side='28' must be a number"),
         (
             {"class": "tools", "config": {"tools": ["zoom"]}},
             r"config.tools\[0\]: there is no tool 'zoom'; built in are",

@@ -43,7 +43,8 @@ class Counter(BaseTool):
             raise RuntimeError("thirteen")
         if parameters["by"] == 99:
             raise ToolFailure("the counting service is down")
-        return ToolResponse(text=str(self.totals[instance_id])), 0.5, {"counted": parameters["by"]}
+        reward = float("nan") if parameters["by"] == 77 else 0.5
+        return ToolResponse(text=str(self.totals[instance_id])), reward, {"counted": parameters["by"]}
 
     async def calc_reward(self, instance_id: str, **_: Any) -> float:
         return float(self.totals[instance_id])
@@ -98,6 +99,7 @@ def test_an_episode_from_start_to_end(kind: ToolKind, counter: Counter) -> None:
         (call("count", by="1"), "by: '1' is not of type 'integer'", (1, 1, 0)),
         (call("count", by=-1), "by: -1 is less than the minimum of 0", (1, 1, 0)),
         (call("count", by="x" * 9999), "is not of type 'integer'", (1, 1, 0)),
+        (call("count", by=77), "the reward is nan", (1, 1, 0)),
         (call("count", by=13), "the tool count failed: RuntimeError: thirteen", (1, 1, 0)),
         ("<tool_call>{'name'</tool_call>", "not valid JSON", (0, 0, 1)),
         ("<tool_call>", "is not closed", (0, 0, 1)),
@@ -110,7 +112,7 @@ def test_what_a_model_does_wrong_it_is_told(kind: ToolKind, text: str, told: str
     assert told in texts(result)[0]
     assert len(texts(result)[0]) <= 200 + len(CUT_MARK)
     assert (result.info["tool_calls"], result.info["tool_errors"], result.info["malformed_calls"]) == counts
-    assert texts(environment.step(call("count", by=1)))[0] in ("1", "14")  # the episode goes on
+    assert texts(environment.step(call("count", by=1)))[0] in ("1", "14", "78")  # the episode goes on
     environment.close()
 
 

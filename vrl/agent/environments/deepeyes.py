@@ -15,6 +15,7 @@ from vrl.agent.environments.types import Observation, StepResult
 from vrl.agent.plugins import construct
 from vrl.agent.tools.pictures import encoded, open_picture
 from vrl.agent.tools.types import ToolFailure
+from vrl.agent.tools.user_tools import finite
 from vrl.protocol.trajectory import IMAGE_MARK, Prompt
 
 _ROLES: Final = frozenset({"user", "tool", "system"})  # of what an observation may say; a model's own words are none
@@ -112,7 +113,7 @@ class DeepEyesEnvironment:
             observation, reward, done, info = returned
             return StepResult(
                 observation=read_observation(observation),
-                reward=float(reward),
+                reward=finite(reward),
                 done=bool(done),
                 info=dict(info or {}),
             )

@@ -18,12 +18,12 @@ _SPELLED_MARK: Final = "<image >"  # what a tool prints as `<image>` is no image
 class TextLimit:
     """How much of a tool's text a model reads, in characters: what a token is, nothing in this package knows."""
 
-    max_characters: int | None = 4096  # without the mark of the cut; None: all
+    max_characters: int = 4096  # without the mark of the cut
     side: Literal["left", "right", "middle"] = "middle"  # which part is cut
 
     def cut(self, text: str) -> str:
         """Return the text, or what is left of it with a mark where something is missing."""
-        if self.max_characters is None or len(text) <= self.max_characters:
+        if len(text) <= self.max_characters:
             return text
         head, tail = {
             "left": (0, self.max_characters),

@@ -65,7 +65,16 @@ class _Built:
         return {**defaults, **self.config}
 
     def limits(self, config: Mapping[str, Any]) -> TurnLimits:
-        """Return the limits of a turn, with those that the environment's own config sets."""
+        """Return the limits of a turn, with those that the environment's own config sets.
+
+        Raises ConfigError when one of them, or the role, is no value that would do.
+        """
+        for name in ("max_parallel_calls", "max_tool_response_length"):
+            if type(config[name]) is not int or config[name] < 1:
+                raise ConfigError(f"{self.key}.config.{name}={config[name]!r}: a whole number of at least 1 is wanted")
+        for name, allowed in (("tool_response_truncate_side", ("left", "right", "middle")), ("role", ("tool", "user"))):
+            if config[name] not in allowed:
+                raise ConfigError(f"{self.key}.config.{name}={config[name]!r}: use one of {', '.join(allowed)}")
         limits = self.settings.limits
         text = replace(
             limits.text,

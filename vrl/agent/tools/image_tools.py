@@ -112,6 +112,10 @@ def _limits(config: Mapping[str, Any], default: ImageLimits) -> ImageLimits:
     unknown = set(config) - {"name", *names}
     if unknown:
         raise ConfigError(f"an image tool has no setting {', '.join(sorted(unknown))}; it has name, {', '.join(names)}")
+    for name in names:
+        value = config.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"an image tool: {name}={value!r} must be a number of at least 0")
     return ImageLimits(
         min_side=config.get("min_side", default.min_side),
         min_pixels=config.get("min_pixels", default.min_pixels),

@@ -8,6 +8,7 @@ the schema is a plain mapping; what `calc_reward` returns is added to the last t
 import asyncio
 import inspect
 import logging
+import math
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -146,7 +147,11 @@ class _UserSession:
         if self._instance_id is None:
             return 0.0
         offered = self._offered("calc_reward_kwargs")
-        return float(await self._tool.invoke("calc_reward", (self._instance_id,), offered) or 0.0)
+        reward = await self._tool.invoke("calc_reward", (self._instance_id,), offered)
+        try:
+            return finite(reward or 0.0)
+        except (TypeError, ValueError) as error:
+            raise ToolFailure(f"calc_reward of the tool {self._tool.name}: {error}") from error
 
     async def _release(self) -> None:
         instance_id, self._instance_id = self._instance_id, None
@@ -169,10 +174,18 @@ class _UserSession:
         return {**given, name: given, "prompt": self._prompt}
 
 
+def finite(reward: Any) -> float:
+    """Return a reward as a number. Raises TypeError or ValueError when it is none or not finite."""
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}")
+    return number
+
+
 def answer_of(returned: Any) -> ToolAnswer:
     """Read what `execute` returned.
 
-    Raises TypeError when it is no response, PictureError when an image is none.
+    Raises TypeError when it is no response, ValueError for a reward that is not finite, PictureError for a bad image.
     """
     response, reward, metrics = returned, 0.0, {}
     if isinstance(returned, tuple):
@@ -190,7 +203,7 @@ def answer_of(returned: Any) -> ToolAnswer:
     return ToolAnswer(
         text=str(response.get("text") or ""),
         images=tuple(encoded(image) for image in images),
-        reward=float(reward or 0.0),
+        reward=finite(reward or 0.0),
         info=dict(metrics or {}),
     )
 
