@@ -131,15 +131,16 @@ tools:
         parameters: {{type: object, properties: {{text: {{type: string}}}}, required: [text]}}
   - class_name: calculator
   - class_name: verl.tools.image_zoom_in_tool.ImageZoomInTool
-    config: {{num_workers: 2}}
+    config: {{num_workers: 2, min_sides: 28}}
+    tool_schema: {{function: {{name: look_closer, parameters: {{type: object}}}}}}
 """
     )
-    with pytest.raises(ConfigError, match=r"tools\[2\]: an image tool has no setting num_workers"):
+    with pytest.raises(ConfigError, match=r"tools\[2\]: an image tool has no setting min_sides"):
         Environments(EnvironmentSettings(tool_config_path=str(tools))).kind("tools")
-    tools.write_text(tools.read_text().replace("    config: {num_workers: 2}\n", ""))
+    tools.write_text(tools.read_text().replace("min_sides", "min_side"))
     made = Environments(pickle.loads(pickle.dumps(EnvironmentSettings(tool_config_path=str(tools)))))
     names = [schema["function"]["name"] for schema in made.kind("tools").schemas]
-    assert names == ["upper", "calculator", "image_zoom_in_tool"]
+    assert names == ["upper", "calculator", "look_closer"]
     environment = made.start(prompt(env_name="tools"))
     assert texts(environment.step(call("upper", text="hey"))) == ["HEY!"]
     assert texts(environment.step(call("calculator", expression="6 * 7"))) == ["42"]

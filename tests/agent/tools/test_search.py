@@ -73,6 +73,13 @@ def test_the_ranking_is_bm25s(corpus: Path, query: str) -> None:
 def test_what_a_search_returns(corpus: Path) -> None:
     text = search("capital of Germany", corpus_path=str(corpus), topk=1).text
     assert text == f"Doc 1 (Title: Berlin) {DOCUMENTS['Berlin']}"
+    index = build_tool("search", {"corpus_path": str(corpus), "topk": 1}, ToolResources()).start(prompt(), {})
+    both = index.call({"query_list": ["zebra", "Germany"]})
+    assert isinstance(both, ToolAnswer)
+    assert both.text == f"No document matches.\n---\n{text}"
+    empty = index.call({"query_list": []})
+    assert isinstance(empty, ToolAnswer)
+    assert empty.failed
     for nothing in ("", "the of", "zebra", "\x00", "?" * 9999, "\U0001f408"):
         assert search(nothing, corpus_path=str(corpus)).text == "No document matches."
 

@@ -1,7 +1,7 @@
 """The tools of a settings file (`actor_rollout_ref.rollout.multi_turn.tool_config_path`) or of a list in the settings.
 
 tools:
-  - class_name: calculator                      # built in
+  - class_name: calculator                      # built in; a tool_schema renames it
   - class_name: my_tools.py:Weather             # a class of the user, also module:Class or module.Class
     config: {...}
     tool_schema: {type: function, function: {name: ..., description: ..., parameters: {...}}}
@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import yaml
 
 from vrl.agent.plugins import construct, load_class
 from vrl.agent.tools.registry import BUILT_IN_TOOLS, build_tool, is_built_in
-from vrl.agent.tools.types import Tool, ToolResources
+from vrl.agent.tools.schemas import checked_schema
+from vrl.agent.tools.types import Tool, ToolResources, ToolSession
 from vrl.agent.tools.user_tools import UserTool
 from vrl.protocol.errors import ConfigError
+from vrl.protocol.trajectory import Prompt
 
 
 def read_tool_file(path: str) -> list[Any]:
@@ -75,12 +77,30 @@ def _entry_tools(entry: Any, resources: ToolResources, key: str) -> list[Tool]:
         raise ConfigError(f"{key}: class_name is missing; give a class or one of {', '.join(BUILT_IN_TOOLS)}")
     if is_built_in(name):
         try:
-            return [build_tool(name, config, resources)]
+            return [_described(build_tool(name, config, resources), entry.get("tool_schema"), key)]
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from error
     if ":" not in name and "." not in name:
         raise ConfigError(f"{key}: there is no tool {name!r}; built in are {', '.join(BUILT_IN_TOOLS)}")
     return [_user_tool(name, config, entry.get("tool_schema"), key)]
+
+
+def _described(tool: Tool, schema: Any, key: str) -> Tool:
+    """Return a built-in tool with the name and description that the entry gives it."""
+    return tool if schema is None else _Described(tool, checked_schema(schema, key))
+
+
+@final
+class _Described:
+    def __init__(self, tool: Tool, schema: Mapping[str, Any]) -> None:
+        self._tool = tool
+        self.schema = schema
+
+    def start(self, prompt: Prompt, options: Mapping[str, Any]) -> ToolSession:
+        return self._tool.start(prompt, options)
+
+    def close(self) -> None:
+        self._tool.close()
 
 
 def _user_tool(name: str, config: dict[str, Any], schema: Any, key: str) -> Tool:

@@ -11,11 +11,12 @@ from typing import Any, Final
 import bm25s
 from bm25s.tokenization import Tokenized
 
-from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolFailure, ToolResources, function_schema
+from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolFailure, ToolResources, failed, function_schema
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
 _MAX_QUERY_CHARACTERS: Final = 1000
+_MAX_QUERIES: Final = 10  # of one call
 _MAX_ANSWER_BYTES: Final = 4_000_000
 _THREADS: Final = 8
 
@@ -39,13 +40,16 @@ def search_tool(config: Mapping[str, Any], resources: ToolResources) -> Stateles
     index = bm25s.BM25(k1=float(config.get("k1", 1.5)), b=float(config.get("b", 0.75)))
     index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
 
-    def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
-        words = bm25s.tokenize(_query(arguments), show_progress=False, allow_empty=True)
+    def find(query: str) -> list[str]:
+        words = bm25s.tokenize(query, show_progress=False, allow_empty=True)
         if not isinstance(words, Tokenized) or not words.vocab.keys() & index.vocab_dict.keys():
-            return ToolAnswer(text="No document matches.")
+            return []
         found, scores = index.retrieve(words, k=min(topk, len(documents)), show_progress=False, n_threads=0)
-        best = [documents[number] for number, score in zip(found[0], scores[0], strict=True) if score > 0]
-        return ToolAnswer(text=_listed(best) if best else "No document matches.")
+        return [documents[number] for number, score in zip(found[0], scores[0], strict=True) if score > 0]
+
+    def call(_prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
+        queries = _queries(arguments)
+        return _answer([find(query) for query in queries])
 
     return StatelessTool(SCHEMA, call)
 
@@ -63,12 +67,15 @@ def retriever_tool(config: Mapping[str, Any], resources: ToolResources) -> State
     timeout = float(config.get("timeout", 30.0))
 
     def ask(arguments: Mapping[str, Any]) -> ToolAnswer:
-        request = {"queries": [_query(arguments)], "topk": topk, "return_scores": True}
-        answer = _post(url, request, timeout, retries)
+        queries = _queries(arguments)
+        if not queries:
+            return _answer([])
+        answer = _post(url, {"queries": queries, "topk": topk, "return_scores": True}, timeout, retries)
         try:
-            return ToolAnswer(text=_listed([_contents(item) for item in answer["result"][0]]) or "No document matches.")
+            found = [[_contents(item) for item in answer["result"][number]] for number in range(len(queries))]
         except (KeyError, IndexError, TypeError) as error:
             raise ToolFailure(f"{url} answers in another form than Search-R1's: {error!r}") from error
+        return _answer(found)
 
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="retriever")
     return StatelessTool(SCHEMA, lambda _, arguments: threads.submit(ask, arguments), threads.shutdown)
@@ -81,8 +88,19 @@ def _topk(config: Mapping[str, Any]) -> int:
     return topk
 
 
-def _query(arguments: Mapping[str, Any]) -> str:
-    return str(arguments.get("query", ""))[:_MAX_QUERY_CHARACTERS]
+def _queries(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the query, or the queries of `query_list`, as verl's search tool calls them."""
+    given = arguments.get("query_list", arguments.get("query", ""))
+    listed = given if isinstance(given, list) else [given]
+    return [str(query)[:_MAX_QUERY_CHARACTERS] for query in listed[:_MAX_QUERIES]]
+
+
+def _answer(found: Sequence[Sequence[str]]) -> ToolAnswer:
+    """Return the documents of each query."""
+    if not found:
+        return failed("there is no query")
+    parts = [_listed(documents) if documents else "No document matches." for documents in found]
+    return ToolAnswer(text="\n---\n".join(parts))
 
 
 def _read_corpus(config: Mapping[str, Any]) -> list[str]:
