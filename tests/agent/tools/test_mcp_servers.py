@@ -1,6 +1,6 @@
 """Tools of a real MCP server over stdio and over HTTP."""
 
-import os
+import json
 import socket
 import subprocess
 import sys
@@ -79,8 +79,7 @@ def test_a_server_that_ends_is_started_again_once() -> None:
         environment.step(call("leave"))  # it ends the second one too
     second = say(environment, call("count"))
     assert first.split()[0] == second.split()[0] == "1"
-    os.kill(int(second.split()[1]), 9)
-    assert say(environment, call("count")).split()[0] == "1"
+    assert first != second  # another process
     kind.close()
     kind.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mcp")]
@@ -102,9 +101,9 @@ def test_a_server_that_is_not_there_is_a_bad_setting(mcp: dict[str, Any], messag
         build_tools([{"mcp": mcp}], ToolResources(), "tools")
 
 
-def test_a_tool_that_no_server_has(tmp_path: Path) -> None:
+def test_a_tool_that_no_server_has(tmp_path: Path, http_server: dict[str, Any]) -> None:
     config = tmp_path / "servers.json"
-    config.write_text(f'{{"mcpServers": {{"test": {{"command": "{sys.executable}", "args": ["{SERVER}", "stdio"]}}}}}}')
+    config.write_text(json.dumps({"mcpServers": {"test": http_server}}))
     entry = {"mcp": {"mcp_servers_config_path": str(config), "tool_selected_list": ["add", "multiply"]}}
     with pytest.raises(ConfigError, match="no server has the tools multiply"):
         build_tools([entry], ToolResources(), "tools")
