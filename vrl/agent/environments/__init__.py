@@ -1,1 +1,5 @@
-"""What an episode acts on: environments by name, made of tools or of users' own classes."""
+"""What answers a model's turns: `registry` finds the environment that a row names, `types` says what one is.
+
+`plain` is one turn without tools, `tool_calls` calls tools by name, `code` runs Python cells, `deepeyes` runs classes
+with DeepEyes' interface; `observations` makes messages of what tools return.
+"""

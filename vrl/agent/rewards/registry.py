@@ -15,6 +15,12 @@ BUILT_IN_MODULES = {
     "vrl.agent.rewards.gsm8k": ("openai/gsm8k",),
     "vrl.agent.rewards.math": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     "vrl.agent.rewards.geo3k": ("hiyouga/geometry3k",),
+    "vrl.agent.rewards.text_match": ("exact_match", "token_f1", "searchR1_*"),
+    "vrl.agent.rewards.response_format": ("format",),
+    "vrl.agent.rewards.arc": ("arc", "arc/*"),
+    "vrl.agent.rewards.code_tests": ("code_tests", "codecontests", "apps", "codeforces", "taco"),
+    "vrl.agent.rewards.judge": ("llm_judge",),
+    "vrl.agent.rewards.combined": ("combined",),
 }
 
 _rules: dict[str, RewardFunction] = {}

@@ -6,18 +6,24 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from vrl.agent.rewards.registry import find_rule
 from vrl.agent.rewards.types import RewardFunction, RewardSpec
 from vrl.protocol.errors import ConfigError
 
 _MODULE_NAME = "vrl_user_reward"
+_BUILT_IN = "vrl:"  # before the name of a rule of the registry, which then scores every row
 
 
 def load_user_function(spec: RewardSpec) -> RewardFunction:
-    """Import the file of `spec` and return its function.
+    """Import the file of `spec` and return its function; `vrl:<data source>` instead of a file is a built-in rule.
 
     Modules beside the file can be imported by it. Raises ConfigError with one message when the file or the name is
     missing, the import fails, or the function cannot be called with verl's arguments and `reward_kwargs`.
     """
+    if (spec.function_path or "").startswith(_BUILT_IN):
+        function = find_rule((spec.function_path or "").removeprefix(_BUILT_IN))
+        _check_signature(function, spec)
+        return function
     path = Path(spec.function_path or "").expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"custom_reward_function.path={spec.function_path}: there is no file {path}")

@@ -96,6 +96,6 @@ class RewardModelConfig:
 class CustomRewardFunctionConfig:
     """A reward function of the user's own: (data_source, solution_str, ground_truth, extra_info, **kwargs)."""
 
-    path: str | None = None  # python file; null: by data_source
+    path: str | None = None  # python file, or vrl:NAME for a built-in rule; null: by data_source
     name: str = "compute_score"  # function in that file
     reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: further keyword arguments

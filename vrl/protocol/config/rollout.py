@@ -36,6 +36,7 @@ class AgentConfig:
     episode_timeout: float = 600.0  # seconds of wall clock
     max_retries: int = 1  # new tries of an episode that failed outside the model
     max_failed_ratio: float = 0.5  # share of failed episodes in a step that stops the run
+    environments: OpenDict = field(default_factory=OpenDict)  # open: {env_name: {class, config}}, beside those built in
 
 
 @final
@@ -46,7 +47,7 @@ class MultiTurnConfig:
     tool_config_path: str | None = None  # yaml file that lists the tools
     format: str = "hermes"  # parser of tool calls
     max_parallel_calls: int = 1  # calls a turn that run
-    max_tool_response_length: int = 256  # tokens of a tool's answer
+    max_tool_response_length: int = 256  # characters of a tool's answer
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"  # which part of it is cut
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 

@@ -1,0 +1,113 @@
+"""Code with test cases: the styles of the public data sets, and solutions that try to pass without solving."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.agent.in_process_runner import InProcessRunner
+from vrl.agent.rewards.code_runner import code_runner, provide_code_runner
+from vrl.agent.rewards.code_tests import last_code, read_tests, same_output
+from vrl.agent.rewards.registry import find_rule
+from vrl.protocol.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def runner() -> Iterator[InProcessRunner]:
+    made = InProcessRunner()
+    provide_code_runner(lambda: made)
+    yield made
+    assert made.open_sessions == 0
+    provide_code_runner(None)
+
+
+def score(code: str, truth: Any, **kwargs: Any) -> dict[str, float]:
+    return find_rule("code_tests")(
+        data_source="code_tests", solution_str=f"So:\n```python\n{code}\n```", ground_truth=truth, **kwargs
+    )
+
+
+STDIN = {"inputs": ["1 2\n", "3 4\n", "10 -4\n"], "outputs": ["3\n", "7\n", "6\n"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4], [10, -4]], "outputs": [3, [7], 6]}
+ASSERTS = {"test_list": ["assert add(1, 2) == 3", "assert add(3, 4) == 7", "assert add(10, -4) == 6"]}
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+FUNCTION = "def add(a, b):\n    return a + b"
+LIST = [{"input": "1 2", "output": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "truth"),
+    [
+        (PROGRAM, STDIN),
+        (PROGRAM, json.dumps(STDIN)),
+        (PROGRAM, LIST),
+        (PROGRAM, {"inputs": [["1 2"]], "outputs": [["3"]]}),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", STDIN),
+        ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", STDIN),
+        (FUNCTION, CALLS),
+        ("class Solution:\n    def add(self, a, b):\n        print('thinking')\n        return a + b", CALLS),
+        (FUNCTION, {**CALLS, "inputs": ["1\n2", "3\n4", "10\n-4"]}),
+        (FUNCTION, ASSERTS),
+        (FUNCTION, {"functional": "def check(f):\n    assert f(1, 2) == 3\ncheck(add)"}),
+    ],
+)
+def test_right_code_passes(code: str, truth: Any) -> None:
+    assert score(code, truth) == {"score": 1.0, "acc": 1.0, "has_code": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "share"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + abs(b))", STDIN, 2 / 3),
+        ("print(3)", STDIN, 1 / 3),
+        ("print('3 7 6')", STDIN, 0),
+        ("1 / 0", STDIN, 0),
+        ("def broken(:", STDIN, 0),
+        ("import sys; sys.exit(0)", STDIN, 0),
+        ("def add(a, b):\n    return a + abs(b)", CALLS, 2 / 3),
+        ("def sub(a, b):\n    return a - b", CALLS, 0),
+        ("def add(a, b):\n    return 10 ** 400 if a == 1 else a + b", CALLS, 2 / 3),
+        ("def add(a, b):\n    print(a + b)", CALLS, 0),  # printed is not returned
+        ("def add(a, b):\n    return a - b", ASSERTS, 0),
+        ("import sys\ndef add(a, b):\n    sys.exit(0)", ASSERTS, 0),  # leaving is not passing
+        ("raise SystemExit", ASSERTS, 0),
+        ("while False: pass", {"functional": "assert False"}, 0),
+    ],
+)
+def test_wrong_code_fails(code: str, truth: Any, share: float) -> None:
+    assert score(code, truth)["score"] == 0.0
+    result = score(code, truth, continuous=True)
+    assert (result["score"], result["acc"]) == (pytest.approx(share), 0.0)
+
+
+def test_which_code_counts() -> None:
+    assert last_code("```python\na\n```\n```python\nb\n```\n```text\nc\n```") == "b"
+    assert last_code("<code>\n```python\nb\n```\n</code>") == "b"
+    assert last_code("print(1)") is None
+    assert find_rule("apps")(data_source="apps", solution_str="print(3)", ground_truth=STDIN)["has_code"] == 0.0
+
+
+def test_outputs_compare_by_words_and_by_value() -> None:
+    assert same_output("1  2\n3 ", "1 2 3\n")
+    assert same_output("0.33333334 x", "0.333333333 x")
+    assert same_output("2", "2.0")
+    assert not same_output("2.0", "2")  # a whole number is wanted
+    assert not same_output("12", "1 2")
+    assert not same_output("nan", "1.0")
+    assert not same_output("", "1")
+
+
+def test_tests_that_are_none() -> None:
+    for truth in ({}, {"inputs": ["1"], "outputs": []}, [], {"inputs": []}):
+        with pytest.raises(ValueError, match="as many inputs as outputs"):
+            read_tests(truth)
+    with pytest.raises(ValueError, match="not int"):
+        read_tests(3)
+    assert len(read_tests({"inputs": ["1"] * 99, "outputs": ["1"] * 99})) == 10
+
+
+def test_without_a_sandbox_it_says_so() -> None:
+    provide_code_runner(None)
+    with pytest.raises(ConfigError, match="no code sandbox"):
+        code_runner()

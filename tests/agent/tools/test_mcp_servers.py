@@ -1,0 +1,109 @@
+"""Tools of a real MCP server over stdio and over HTTP."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent.episodes import call, opened, prompt, texts
+from vrl.agent.environments.tool_calls import ToolEnvironment, ToolKind, TurnLimits
+from vrl.agent.tools.configured import build_tools
+from vrl.agent.tools.types import ToolFailure, ToolResources
+from vrl.protocol.errors import ConfigError
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+STDIO = {"command": sys.executable, "args": [SERVER, "stdio"]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def http_server() -> Iterator[dict[str, Any]]:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(300):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        time.sleep(0.1)
+    yield {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"X-Test": "1"}}
+    process.kill()
+    process.wait()
+
+
+def kind_of(server: dict[str, Any], **settings: Any) -> ToolKind:
+    entries = [{"mcp": {"servers": {"test": server}, "timeout": 20, **settings}}]
+    return ToolKind(build_tools(entries, ToolResources(), "tools"), TurnLimits(max_parallel_calls=3))
+
+
+def say(environment: ToolEnvironment, text: str) -> str:
+    return texts(environment.step(text))[0]
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_tools_of_a_server(transport: str, request: pytest.FixtureRequest) -> None:
+    kind = kind_of(STDIO if transport == "stdio" else request.getfixturevalue("http_server"))
+    names = [schema["function"]["name"] for schema in kind.schemas]
+    assert names == ["add", "count", "draw", "fail", "sleep", "leave"]
+    assert kind.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+    environment = kind.start(prompt())
+    other = kind.start(prompt())
+    assert say(environment, call("add", a=2, b=40)) == "42"
+    assert "'b' is a required property" in say(environment, call("add", a=2))
+    assert [say(e, call("count")).split()[0] for e in (environment, other)] == ["1", "2"]  # one server for all
+    drawn = environment.step(call("draw", side=30))
+    assert drawn.observation is not None
+    assert opened(drawn.observation.images[0]).getpixel((3, 3)) == (255, 0, 0)
+    assert "it does not work" in say(environment, call("fail"))
+    kind.close()
+
+
+def test_a_server_that_ends_is_started_again_once() -> None:
+    kind = kind_of(STDIO, tool_selected_list=["count", "sleep", "leave"], timeout=2)
+    assert [schema["function"]["name"] for schema in kind.schemas] == ["count", "sleep", "leave"]
+    environment = kind.start(prompt())
+    first = say(environment, call("count"))
+    assert say(environment, call("sleep", seconds=60)) == "Error: the tool sleep took longer than 2 seconds"
+    with pytest.raises(ToolFailure, match=r"tools\[0\].mcp.test: the MCP server is gone"):
+        environment.step(call("leave"))  # it ends the second one too
+    second = say(environment, call("count"))
+    assert first.split()[0] == second.split()[0] == "1"
+    assert first != second  # another process
+    kind.close()
+    kind.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mcp")]
+
+
+@pytest.mark.parametrize(
+    ("mcp", "message"),
+    [
+        ({}, "give servers, or mcp_servers_config_path"),
+        ({"servers": {"a": {}}}, "servers.a: give either command"),
+        ({"servers": {"a": {"command": "/no/such/program"}}}, "mcp.a: the MCP server cannot be reached"),
+        ({"servers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}, "mcp.a: the MCP server cannot be reached"),
+        ({"servers": {"a": {"command": sys.executable, "args": ["-c", "pass"]}}}, "cannot be reached"),
+        ({"mcp_servers_config_path": "missing.json"}, "missing.json"),
+    ],
+)
+def test_a_server_that_is_not_there_is_a_bad_setting(mcp: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_tools([{"mcp": mcp}], ToolResources(), "tools")
+
+
+def test_a_tool_that_no_server_has(tmp_path: Path, http_server: dict[str, Any]) -> None:
+    config = tmp_path / "servers.json"
+    config.write_text(json.dumps({"mcpServers": {"test": http_server}}))
+    entry = {"mcp": {"mcp_servers_config_path": str(config), "tool_selected_list": ["add", "multiply"]}}
+    with pytest.raises(ConfigError, match="no server has the tools multiply"):
+        build_tools([entry], ToolResources(), "tools")
