@@ -13,7 +13,7 @@ from vrl.protocol.config.keys import is_open, key_types, leaf_keys
 from vrl.protocol.config.reference import comments, keys_text, yaml_text
 from vrl.protocol.config.schema import Config
 
-FIELD_BUDGET = 250
+FIELD_BUDGET = 300
 OPEN = {
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
