@@ -142,6 +142,17 @@ step() {
     fail "the install failed (above and in $log); $again"
 }
 
+# What runs code that models write is a system package. Without it such rows are left out, and all else goes on.
+add_bubblewrap() {
+    command -v bwrap >/dev/null && return
+    if ((EUID == 0)) && command -v apt-get >/dev/null; then
+        say "installing bubblewrap, in which code that models write runs"
+        { apt-get install -y bubblewrap || { apt-get update && apt-get install -y bubblewrap; }; } >"$log" 2>&1 || true
+    fi
+    command -v bwrap >/dev/null ||
+        say "bubblewrap is missing, so code that models write cannot run (Debian, Ubuntu: apt-get install bubblewrap)"
+}
+
 install_all() {
     uv="$(command -v uv || true)"
     [[ -z "$uv" ]] || "$uv" --version >/dev/null 2>&1 || uv=""
@@ -159,6 +170,7 @@ install_all() {
     say "installing $lock (the first time some GB and some minutes)"
     step "$uv" pip sync --python "$python" "$lock"
     step "$uv" pip install --python "$python" --quiet --no-deps --no-build-isolation --editable .
+    add_bubblewrap
     wanted_stamp >"$stamp.new"
     mv "$stamp.new" "$stamp"
     rm -f "$started"

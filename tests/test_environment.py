@@ -215,3 +215,18 @@ def test_an_install_that_was_killed_is_made_anew(sandbox: Sandbox, update: bool)
     assert not leftover.exists()
     assert (sandbox.root / ".venv" / ".vrl-complete").exists()
     assert sandbox.run()[2] == ""
+
+
+def test_a_missing_bubblewrap_is_said_and_installed_where_that_is_simple(sandbox: Sandbox):
+    _, _, err = sandbox.run()
+    assert "bubblewrap is missing" in err
+    assert "apt-get install bubblewrap" in err
+    asked = sandbox.root / "asked"
+    sandbox.script(
+        "apt-get", f'#!/bin/sh\necho "$@" >> "{asked}"\nln -s "$(command -v sh)" "{sandbox.commands}/bwrap"\n'
+    )
+    (sandbox.root / ".venv" / ".vrl-complete").unlink()
+    _, _, err = sandbox.run()
+    assert os.geteuid() == 0 or "bubblewrap is missing" in err
+    assert os.geteuid() != 0 or asked.read_text() == "install -y bubblewrap\n"
+    assert os.geteuid() != 0 or "bubblewrap is missing" not in err
