@@ -222,9 +222,7 @@ def test_a_missing_bubblewrap_is_said_and_installed_where_that_is_simple(sandbox
     assert "bubblewrap is missing" in err
     assert "apt-get install bubblewrap" in err
     asked = sandbox.root / "asked"
-    sandbox.script(
-        "apt-get", f'#!/bin/sh\necho "$@" >> "{asked}"\nln -s "$(command -v sh)" "{sandbox.commands}/bwrap"\n'
-    )
+    sandbox.script("apt-get", f'#!/bin/sh\necho "$@" >> "{asked}"\n/bin/ln -s /bin/sh "{sandbox.commands}/bwrap"\n')
     (sandbox.root / ".venv" / ".vrl-complete").unlink()
     _, _, err = sandbox.run()
     assert os.geteuid() == 0 or "bubblewrap is missing" in err
