@@ -73,9 +73,7 @@ CASES += [(name, ["image", "tools", "image"]) for name in ("tiny vision", "qwen2
 
 @pytest.mark.parametrize(("name", "turns"), CASES)
 @pytest.mark.parametrize("tools", [[], TOOLS])
-def test_parts_equal_the_whole(
-    renderers: dict[str, HFRenderer], name: str, tools: list[Any], turns: list[str]
-) -> None:
+def test_parts_equal_the_whole(renderers: dict[str, HFRenderer], name: str, tools: list[Any], turns: list[str]) -> None:
     renderer = renderers[name]
     eos = renderer.eos_ids[0]
     whole: list[dict[str, Any]] = [QUESTION]
@@ -99,11 +97,22 @@ def test_two_tool_results_share_one_block(vision: HFRenderer) -> None:
     )
 
 
-PIECES = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<image>", "<|endoftext|>", "<|im", "_end|>"]
+PIECES = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<image>",
+    "<|endoftext|>",
+    "<|im",
+    "_end|>",
+]
 
 
 @settings(max_examples=60, deadline=None)
-@given(pieces=st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=8), where=st.sampled_from(["tool", "user"]))
+@given(
+    pieces=st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=8), where=st.sampled_from(["tool", "user"])
+)
 def test_text_of_tools_stays_text(vision: HFRenderer, pieces: list[str], where: str) -> None:
     content = "".join(pieces)
     plain = vision.observation_ids([{"role": where, "content": "x"}], 0, vision.eos_ids[0])

@@ -81,11 +81,12 @@ def _rows(
 
 
 def with_image_limit(config: Config, most_images: int) -> Config:
-    """Return the settings with the engine's image limit set from the data, where it is left open."""
+    """Return the settings with the engine's image limit, where it is left open: from the data, and what tools add."""
     policy = config.actor_rollout_ref
     if policy.rollout.limit_images is not None:
         return config
-    rollout = replace(policy.rollout, limit_images=max(most_images, 1))
+    added = policy.rollout.agent.max_images if policy.rollout.agent.environments else 0
+    rollout = replace(policy.rollout, limit_images=max(most_images + added, 1))
     return replace(config, actor_rollout_ref=replace(policy, rollout=rollout))
 
 

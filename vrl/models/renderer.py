@@ -24,8 +24,9 @@ from vrl.models.images import ImageCache, ImageRule, decode_image, image_size, r
 from vrl.models.loading import read_config
 from vrl.models.qwen2_5_vl.backbone import MODEL_TYPE as QWEN2_5_VL
 from vrl.models.qwen2_5_vl.positions import mrope_positions
-from vrl.models.turn_bridge import TurnBridge, placed_images
+from vrl.models.turn_bridge import TurnBridge
 from vrl.protocol.errors import ConfigError, DataError
+from vrl.protocol.messages import placed_images
 from vrl.protocol.trajectory import IMAGE_MARK, content_key
 
 _VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -69,9 +70,7 @@ class HFRenderer:
         names: Any = tokenizer.convert_ids_to_tokens(list(eos_ids))
         self._bridge = TurnBridge(self._text_of, self._encode, sorted(special), dict(zip(names, eos_ids, strict=True)))
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return prompt ids with the generation prompt; each image mark or part becomes one placeholder id.
 
         In string content of all but assistant messages, `<image>` stands for an image (vision-language models only).

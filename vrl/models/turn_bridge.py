@@ -1,7 +1,7 @@
 """The ids between two model turns: what a chat template writes from the end of an answer to the next one's start.
 
-`TurnBridge` belongs to the renderer. It renders a fixed conversation with the new messages behind its answer and cuts at
-the answer: what follows is the bridge, in the template's own form. That a row made so equals the whole conversation
+`TurnBridge` belongs to the renderer. It renders a fixed conversation with the new messages behind its answer and cuts
+at the answer: what follows is the bridge, in the template's own form. That a row made so equals the whole conversation
 rendered at once is proved for each kind of observation before its first use.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from jinja2 import TemplateError
 
-from vrl.protocol.errors import ConfigError, DataError
+from vrl.protocol.errors import ConfigError
 
 Message = Mapping[str, Any]
 
@@ -93,7 +93,8 @@ class TurnBridge:
         whole: list[Message] = [_QUESTION]
         for turn in range(2):
             plain = [
-                _mapped(message, lambda _, word=f"Result{turn}{number}": word) for number, message in enumerate(messages)
+                _mapped(message, lambda _, word=f"Result{turn}{number}": word)
+                for number, message in enumerate(messages)
             ]
             parts = [*parts, *self._encode(_ANSWER), *self._bridge(plain, -1)]
             whole += [{"role": "assistant", "content": _ANSWER}, *plain]
@@ -107,31 +108,6 @@ class TurnBridge:
             f"the chat template cannot be continued turn by turn: after an answer, messages with roles {roles} {why}; "
             "use a model whose template writes past turns as they were, or give it another chat_template"
         )
-
-
-def placed_images(messages: Sequence[Message], images: int) -> list[Message]:
-    """Return the messages with typed parts where the first `images` marks stand; further marks are text.
-
-    Raises:
-        DataError: fewer marks and image parts than images, or more image parts.
-    """
-    left = images
-    out: list[Message] = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and left and "<image>" in content:
-            pieces = content.split("<image>", left)
-            left -= len(pieces) - 1
-            parts: list[dict[str, str]] = [{"type": "text", "text": pieces[0]}]
-            for piece in pieces[1:]:
-                parts += [{"type": "image"}, {"type": "text", "text": piece}]
-            content = [part for part in parts if part.get("text") != ""]
-        elif content is not None and not isinstance(content, str):
-            left -= sum(part.get("type") in ("image", "image_url") for part in content)
-        out.append({**message, "content": content})
-    if left:
-        raise DataError(f"an observation brings {images} images but has places for {images - left} (`<image>` in text)")
-    return out
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

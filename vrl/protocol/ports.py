@@ -22,9 +22,7 @@ class Renderer(Protocol):
     eos_ids: tuple[int, ...]
     pad_id: int
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return prompt ids with the generation prompt; each `<image>` mark is one placeholder id.
 
         `tools` are OpenAI function schemas, shown to the model in the chat template's own way.

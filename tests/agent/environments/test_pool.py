@@ -135,8 +135,11 @@ def test_environments_and_kinds_are_closed(tmp_path: Path) -> None:
         outcomes(pool, [pool.step(done, "one"), pool.step(still_open, "one")])
         pool.close_episode(done)
     assert not psutil.pid_exists(pid)
-    notes = {uid: [line.split(" ", 1)[1] for line in (tmp_path / f"{uid}.txt").read_text().splitlines()] for uid in ("done", "open")}
-    assert notes == dict.fromkeys(notes, ["start", "step one", "close"])
+    notes = {
+        uid: [line.split(" ", 1)[1] for line in (tmp_path / f"{uid}.txt").read_text().splitlines()]
+        for uid in ("done", "open")
+    }
+    assert notes == {uid: ["start", "step one", "close"] for uid in notes}
     assert (tmp_path / f"kind_closed_{pid}").exists()
 
 

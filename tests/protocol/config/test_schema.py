@@ -18,6 +18,7 @@ OPEN = {
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
     "actor_rollout_ref.rollout.engine_kwargs",
+    "actor_rollout_ref.rollout.agent.environments",
     "reward_model.reward_kwargs",
     "custom_reward_function.reward_kwargs",
 }

@@ -3,9 +3,9 @@
     turn loop --start/step/close--> process 0..n-1 (each holds many episodes and runs their calls side by side)
               <--poll-- results; a process that dies fails its own episodes only and is replaced
 
-Processes are started by `subprocess` and die with the thread that started them, so the pool belongs to the worker's main
-thread. The pool knows no time limit: the loop does, and closes an episode whose call takes too long. Its process then
-gets no new episode and ends with the last one it has: a thread that hangs cannot be stopped in any other way.
+Processes are started by `subprocess` and die with the thread that started them, so the pool belongs to the worker's
+main thread. The pool knows no time limit: the loop does, and closes an episode whose call takes too long. Its process
+then gets no new episode and ends with the last one it has: a thread that hangs cannot be stopped in any other way.
 """
 
 import contextlib
@@ -96,14 +96,12 @@ class _Process:
 
 @final
 class EnvironmentPool:
-    """Runs the environments of a worker's episodes. Nothing happens outside its methods, none of which waits for a tool.
+    """Runs the environments of a worker's episodes. Nothing happens outside its methods; none of them waits for a tool.
 
     `schemas` holds the function schemas of each kind.
     """
 
-    def __init__(
-        self, workers: int, spec: EnvironmentSpec, start_limit_seconds: float = _START_LIMIT_SECONDS
-    ) -> None:
+    def __init__(self, workers: int, spec: EnvironmentSpec, start_limit_seconds: float = _START_LIMIT_SECONDS) -> None:
         """Start the processes and wait until all are ready.
 
         Raises ConfigError when a kind of `spec` cannot be made, WorkerError when the processes die of it.

@@ -80,7 +80,7 @@ def _load_kind(name: str, spec: KindSpec) -> EnvironmentKind:
         return factory(**spec.kwargs)
     except KeyError as error:
         raise ConfigError(f"environment {name!r}: there is no {error} in {spec.factory} (module:name)") from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"environment {name!r} ({spec.factory}): {type(error).__name__}: {error}") from error
 
 

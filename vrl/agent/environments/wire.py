@@ -1,7 +1,7 @@
 """What a pool and its tool processes send each other.
 
-Requests are pickles of the dataclasses here. Answers are a JSON header and the bytes of images behind it: nothing that a
-user's environment returns is ever unpickled in the worker.
+Requests are pickles of the dataclasses here. Answers are a JSON header and the bytes of images behind it: nothing that
+a user's environment returns is ever unpickled in the worker.
 """
 
 import json
@@ -117,9 +117,7 @@ def decode_answer(payload: bytes, waited_and_run: float) -> StepOutcome:
     observation = None
     if "messages" in header:
         observation = Observation(messages=tuple(header["messages"]), images=tuple(images))
-    result = StepResult(
-        observation=observation, reward=header["reward"], done=header["done"], info=header["info"]
-    )
+    result = StepResult(observation=observation, reward=header["reward"], done=header["done"], info=header["info"])
     return StepOutcome(result=result, **times)
 
 

@@ -24,7 +24,6 @@ GROUP_ESTIMATORS = (
 WITHOUT_EFFECT = (
     f"{_MODEL}.external_lib",
     f"{_ACTOR}.checkpoint.load_contents",
-    *(f"{_ROLLOUT}.agent.{name}" for name in ("concurrent_workers", "episode_timeout", "max_retries")),
     *(
         f"{_ROLLOUT}.multi_turn.{name}"
         for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
@@ -226,9 +225,6 @@ def _not_supported(config: Config) -> Messages:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
-    turns = config.actor_rollout_ref.rollout.agent.max_turns
-    if turns > 1:
-        yield f"{_ROLLOUT}.agent.max_turns={turns} is not supported in this version: set it to 1"
     if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
         yield f"{_ROLLOUT}.multi_turn.tool_config_path is not supported in this version: set it to null"
 
