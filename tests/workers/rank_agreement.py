@@ -65,7 +65,9 @@ def main(rank: int, ports: list[int], folder: Path, out: Path) -> None:
     seen = {}
     for tensor_parallel, port in zip((1, 2), ports, strict=True):
         process.start(place_of(rank, WORLD, port))
-        rig = Rig.build(config_of(folder, world=WORLD, tensor_model_parallel_size=tensor_parallel, **TOOLS))
+        rig = Rig.build(
+            config_of(folder, world=WORLD, tensor_model_parallel_size=tensor_parallel, response=560, **TOOLS)
+        )
         seen[tensor_parallel] = observe(rig)
         rig.close()
         process.stop()

@@ -76,7 +76,7 @@ def prompts_of(kind: str) -> list[Prompt]:
     ]
 
 
-def config_of(folder: Path, world: int = 1, **rollout: Any) -> Config:
+def config_of(folder: Path, world: int = 1, response: int = 64, **rollout: Any) -> Config:
     settings = {"kv_cache_gib": 0.25, "max_num_seqs": 32, "limit_images": 2, **rollout}
     actor = {"optim": {"lr": 1e-3, "lr_warmup_steps": 0}}
     return build(
@@ -86,7 +86,7 @@ def config_of(folder: Path, world: int = 1, **rollout: Any) -> Config:
                 "rollout": settings,
                 "actor": actor,
             },
-            "data": {"max_prompt_length": 448, "max_response_length": 64},
+            "data": {"max_prompt_length": 448, "max_response_length": response},
             "trainer": {"n_gpus_per_node": world, "device": "cpu"},
             "algorithm": {"adv_estimator": "grpo"},
         }

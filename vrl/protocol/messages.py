@@ -41,8 +41,8 @@ def replaced_images(messages: Sequence[Mapping[str, Any]], texts: Mapping[int, s
 
     def parts(content: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         for part in content:
-            number = next(numbers) if part.get("type") in _IMAGE_PARTS else None
-            yield part if number not in texts else _text(texts[number])
+            text = texts.get(next(numbers)) if part.get("type") in _IMAGE_PARTS else None
+            yield part if text is None else _text(text)
 
     return [
         message
