@@ -30,7 +30,7 @@ from vrl.workers.actor import ActorWorker
 from vrl.workers.building import BuildContext
 from vrl.workers.engines import build_engine
 from vrl.workers.process import RankPlace, environment
-from vrl.workers.rollout import EngineGroup, Helpers, RolloutWorker
+from vrl.workers.rollout import EngineGroup, RolloutWorker, SideProcesses
 
 TEXTS = ["what is 3 + 4", "the answer is red", "count the blue cells of the grid", "which colour has the cell"]
 LONG = "count the cells of the grid, one after the other, and say which of them is red: " * 4  # over a block of 128
@@ -138,7 +138,7 @@ class Rig:
         actor = ActorWorker.build(context, total_steps=100)
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
-        rollout = RolloutWorker(engine, Helpers.start(config, place, Unscored()), context, place)
+        rollout = RolloutWorker(engine, SideProcesses.start(config, place, Unscored()), context, place)
         return cls(context, actor, engine, rollout, place)
 
     def actor_at(self, temperature: float) -> ActorWorker:

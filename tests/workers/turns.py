@@ -9,7 +9,7 @@ from vrl.agent.environments.pool import EnvironmentPool
 from vrl.agent.loop import Unscored
 from vrl.protocol.ports import Engine, EngineOutput, EngineRequest
 from vrl.protocol.trajectory import Prompt
-from vrl.workers.rollout import Helpers, RolloutWorker
+from vrl.workers.rollout import RolloutWorker, SideProcesses
 
 KIND = "tests.agent.environments.kinds:Kind"
 Act = dict[str, Any]
@@ -98,5 +98,5 @@ def with_tools(
     )
     context = replace(rig.context, config=config)
     engine = Recorder(rig.engine)
-    rollout = RolloutWorker(engine, Helpers(Unscored(), pool, pool.schemas), context, rig.place)
+    rollout = RolloutWorker(engine, SideProcesses(Unscored(), pool, pool.schemas), context, rig.place)
     return replace(rig, context=context, engine=engine, rollout=rollout), engine

@@ -76,7 +76,7 @@ class TurnBridge:
         conversation = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages]
         try:
             before, answer, after = self._text_of(conversation, True).partition(_ANSWER)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise self._refusal(messages, f"are refused: {error}") from error
         if not answer or not before:
             raise self._refusal(messages, "make it leave the answer before them out")

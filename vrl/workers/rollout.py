@@ -61,7 +61,7 @@ class EngineGroup:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Helpers:
+class SideProcesses:
     """The processes beside a replica: reward processes, and tool processes where environments are configured.
 
     Ranks that only follow their engine's leader have neither, and the leader's schemas.
@@ -98,11 +98,11 @@ class Helpers:
 class RolloutWorker:
     """One replica, or one rank of a tensor-parallel one."""
 
-    def __init__(self, engine: Engine, helpers: Helpers, context: BuildContext, place: EngineGroup) -> None:
+    def __init__(self, engine: Engine, beside: SideProcesses, context: BuildContext, place: EngineGroup) -> None:
         self._engine = engine
         self._renderer: Renderer = context.renderer
         self._images = context.images
-        self._helpers = helpers
+        self._beside = beside
         self._config = context.config
         self._place = place
         self.policy_version = -1  # no weights yet: a rollout before the first sync is a mistake of ours
@@ -116,7 +116,7 @@ class RolloutWorker:
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
         scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
-        return cls(engine, Helpers.start(config, place, scorer), context, place)
+        return cls(engine, SideProcesses.start(config, place, scorer), context, place)
 
     @register(Dispatch.ALL)
     def generate(self, sources: Sequence[PromptSource], sampling: Sampling, step: int) -> DataProto | None:
@@ -131,7 +131,7 @@ class RolloutWorker:
             source = LockStepSource(source if self._place.is_leader else None, self._place.share)
         sink = TrajectoryList()
         loop = EpisodeLoop(
-            self._engine, self._renderer, self._helpers.scorer, self._limits(), sampling, self._tool_side()
+            self._engine, self._renderer, self._beside.scorer, self._limits(), sampling, self._tool_side()
         )
         seconds = loop.run(source, sink, step, self.policy_version)
         if not self._place.is_leader:
@@ -160,13 +160,13 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End reward processes, tool processes and the engine."""
-        self._helpers.close()
+        self._beside.close()
         self._engine.close()
 
     def _tool_side(self) -> ToolSide:
         return ToolSide(
-            self._helpers.environments,
-            self._helpers.schemas,
+            self._beside.environments,
+            self._beside.schemas,
             share=None if self._place.group is None else self._place.share,
             in_order=self._config.trainer.deterministic,
         )

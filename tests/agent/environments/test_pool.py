@@ -64,6 +64,13 @@ def test_results_come_back_as_they_were(pool: EnvironmentPool) -> None:
     assert pool.schemas["scripted"][0]["function"]["name"] == "act"
 
 
+def test_half_a_surrogate_pair_is_replaced(pool: EnvironmentPool) -> None:
+    outcome = one(pool, {"say": "a\ud800b \U0001f600"})
+    assert outcome.result is not None
+    assert outcome.result.observation is not None
+    assert outcome.result.observation.messages[0]["content"] == "a?b \U0001f600"
+
+
 def test_waits_of_episodes_overlap_and_calls_of_one_do_not(pool: EnvironmentPool) -> None:
     begin = time.monotonic()
     episodes = [pool.start(prompt(f"wait{n}", {"sleep": 0.3, "say": str(n)})) for n in range(24)]
@@ -85,6 +92,9 @@ def test_waits_of_episodes_overlap_and_calls_of_one_do_not(pool: EnvironmentPool
         ({"reward": float("nan")}, "a finite number is wanted"),
         ({"reward": "much"}, "could not convert"),
         ({"say": ["no message"]}, "step raised"),
+        ({"say": [{"role": "oracle", "content": "x"}]}, "a role of"),
+        ({"say": [{"role": "tool", "content": 3}]}, "step raised"),
+        ({"say": [{"role": "tool", "content": ["x"]}]}, "typed parts"),
         ({"die": True}, "process died: .*exit code 7"),
     ],
 )

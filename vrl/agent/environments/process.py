@@ -103,12 +103,12 @@ class EpisodeHost:
         self._kinds = kinds
         self._send = send
         self._lanes: dict[int, _Lane] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # of the lanes
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="episode")
 
     def handle(self, request: Request) -> None:
         """Queue a request behind the others of its episode; returns at once."""
-        with self._lock:
+        with self._changed:
             lane = self._lanes.setdefault(request.episode, _Lane())
             lane.calls.append(request)
             if not lane.busy:
@@ -117,9 +117,12 @@ class EpisodeHost:
 
     def close(self) -> None:
         """End all environments, then all kinds, as far as they let themselves be ended in a moment."""
-        with self._lock:
-            lanes = [lane for lane in self._lanes.values() if not lane.busy]
-        _all_in_time([lambda lane=lane: self._end(lane) for lane in lanes])
+        with self._changed:
+            left = list(self._lanes)
+        for episode in left:
+            self.handle(Close(episode))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lanes, _CLOSE_SECONDS)
         _all_in_time([lambda kind=kind: _quietly(kind.close) for kind in self._kinds.values()])
 
     def _run(self, lane: _Lane) -> None:
@@ -131,12 +134,13 @@ class EpisodeHost:
             self._end(lane)
         else:
             self._send(self._step(lane, request.episode, request.text))
-        with self._lock:
+        with self._changed:
             lane.busy = bool(lane.calls)
             if lane.busy:
                 self._threads.submit(self._run, lane)
             elif isinstance(request, Close):
                 del self._lanes[request.episode]
+                self._changed.notify_all()
 
     def _start(self, lane: _Lane, request: Start) -> None:
         try:

@@ -14,6 +14,7 @@ from vrl.agent.environments.types import Observation, StepResult
 from vrl.protocol.trajectory import Prompt
 
 MAX_ANSWER_BYTES = 1 << 26
+_ROLES = ("tool", "user", "system", "assistant")
 _HEADER = struct.Struct("<I")
 
 
@@ -93,9 +94,10 @@ def encode_answer(episode: int, outcome: StepOutcome) -> bytes:
         header |= {"reward": _number(result.reward), "done": bool(result.done), "info": dict(result.info)}
         if result.observation is not None:
             images = tuple(bytes(image) for image in result.observation.images)
-            header |= {"messages": [dict(message) for message in result.observation.messages]}
+            header |= {"messages": [_message(message) for message in result.observation.messages]}
     header["images"] = [len(image) for image in images]
-    head = json.dumps(header, default=_plain, skipkeys=True).encode()
+    # No tokenizer takes half a surrogate pair, and a tool may print one.
+    head = json.dumps(header, default=_plain, skipkeys=True, ensure_ascii=False).encode(errors="replace")
     size = len(head) + sum(header["images"])
     if size > MAX_ANSWER_BYTES:
         raise ValueError(f"a step returned {size} bytes, at most {MAX_ANSWER_BYTES} are taken")
@@ -125,6 +127,17 @@ def episode_of(payload: bytes) -> int:
     """Return the number of the episode that an answer is for."""
     end = _HEADER.size + _HEADER.unpack_from(payload)[0]
     return json.loads(payload[_HEADER.size : end])["episode"]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    message = dict(message)
+    content = message.get("content")
+    parts = [] if isinstance(content, str | None) else list(content)
+    if message.get("role") not in _ROLES or not all(isinstance(part, Mapping) for part in parts):
+        raise TypeError(
+            f"an observation holds {message!r:.200}; a role of {_ROLES}, and text or typed parts, are wanted"
+        )
+    return {**message, "content": content if isinstance(content, str) else [dict(part) for part in parts]}
 
 
 def _number(value: Any) -> float:

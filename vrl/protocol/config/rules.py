@@ -332,6 +332,15 @@ def _effect_warnings(config: Config) -> Messages:
             yield f"{key}={value_of(config, key)} has no effect in this version"
 
 
+def _agent_warnings(config: Config) -> Messages:
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.environments and agent.max_turns == 1:
+        yield (
+            f"{_ROLLOUT}.agent.environments is set, but agent.max_turns=1: no model sees what an environment answers; "
+            "set max_turns=4, for example"
+        )
+
+
 def _run_warnings(config: Config) -> Messages:
     trainer = config.trainer
     roles = {
@@ -361,5 +370,6 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _group_warnings,
     _size_warnings,
     _effect_warnings,
+    _agent_warnings,
     _run_warnings,
 )
