@@ -13,7 +13,9 @@ import pytest
 from tests.workers.rig import LONG, Rig, config_of, opened, png, prompt
 from tests.workers.turns import Act, Recorder, acting, with_tools
 from vrl.agent.environments.pool import EnvironmentPool
+from vrl.agent.environments.types import Observation
 from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.agent.episode import Episode, EpisodeLimits, RenderedPrompt
 from vrl.protocol.columns import (
     IMAGE_KEYS,
     INPUT_IDS,
@@ -31,7 +33,8 @@ from vrl.protocol.columns import (
     TURN_REWARDS,
 )
 from vrl.protocol.dataproto import DataProto
-from vrl.protocol.trajectory import Prompt, Sampling, request_seed
+from vrl.protocol.ports import EngineOutput
+from vrl.protocol.trajectory import Prompt, Sampling, StopReason, request_seed
 
 TURN = Sampling(max_tokens=8, seed=3)
 STRICT = replace(TURN, ignore_eos=True)  # a turn has exactly 8 tokens
@@ -129,6 +132,33 @@ def test_rows_only_grow_and_are_those_of_the_trainer(rig: Rig, generate: Callabl
     plain = rig.generate(prompts[:2], TURN, n=2)
     assert plain is not None
     assert plain.ragged(INPUT_IDS).values.tolist() == batch.rows(range(4)).ragged(INPUT_IDS).values.tolist()
+
+
+def test_states_are_equal_where_the_same_was_seen(rig: Rig) -> None:
+    renderer, limits = (
+        rig.context.renderer,
+        EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1, max_images=2, max_row_images=4),
+    )
+
+    def states(said: tuple[int, ...], seed: int) -> tuple[str, ...]:
+        row = acting("row", "look <image>", images=[png(56, 56, 1)])
+        episode = Episode(row, 0, RenderedPrompt.of(row, renderer), renderer, limits)
+        for turn in range(2):
+            request = episode.request(STRICT, 0, 0)
+            log_probs = (-1.0,) * len(said)
+            episode.add_turn(
+                EngineOutput(request_id=request.request_id, ids=said, log_probs=log_probs, finish_reason="stop"), 0
+            )
+            if not turn:
+                messages = ({"role": "tool", "content": "<image>"},)
+                assert episode.observe(Observation(messages=messages, images=(png(56, 84, seed),))) is None
+        return episode.trajectory(StopReason.ANSWER).turn_states
+
+    one, same, other = states((300, 301), 2), states((302, *renderer.eos_ids), 2), states((300, 301), 3)
+    assert one == same, "what was said in between, and how it ended, is no part of a state"
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+    assert len(one) == 2
 
 
 def stops(batch: DataProto) -> dict[str, str]:
