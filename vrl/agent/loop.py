@@ -264,9 +264,9 @@ class EpisodeLoop:
 
     def _finish(self, entry: Running, reason: StopReason) -> None:
         self._leave(entry.name)
-        episode = entry.episode
-        prompt = episode.reward_prompt(reason)
-        self._unscored.append((episode.trajectory(reason), self._scorer.submit(prompt, episode.response_text)))
+        trajectory = entry.episode.trajectory(reason)
+        pending = self._scorer.submit(entry.episode.reward_prompt(reason), trajectory.response_text)
+        self._unscored.append((trajectory, pending))
 
     def _fail(self, entry: Running, failure: str) -> None:
         """Try an episode again that failed outside the model, with nothing left of this try; or give it up."""
