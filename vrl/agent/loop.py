@@ -60,6 +60,7 @@ class LoopSeconds:
     """Where the loop's time went."""
 
     engine: float
+    tools: float  # waiting for environments while nothing decoded, and looking for their results
     waiting_for_rewards: float
     total: float
 
@@ -101,6 +102,7 @@ class EpisodeLoop:
         self._unscored: list[tuple[Trajectory, Pending]] = []
         self._failed: list[Trajectory] = []
         self._engine_seconds = 0.0
+        self._tool_seconds = 0.0
         self._idle_steps = 0
         self._step = 0
         self._version = 0
@@ -108,7 +110,8 @@ class EpisodeLoop:
     def run(self, source: PromptSource, sink: TrajectorySink, step: int, version: int) -> LoopSeconds:
         """Take prompts until none is left; put each finished, scored trajectory into the sink."""
         begin = time.perf_counter()
-        self._engine_seconds, self._step, self._version = 0.0, step, version
+        self._engine_seconds, self._tool_seconds = 0.0, 0.0
+        self._step, self._version = step, version
         open_source = True
         try:
             while open_source or self._running or self._again:
@@ -126,7 +129,12 @@ class EpisodeLoop:
         self._scorer.wait()
         waited = time.perf_counter() - before
         self._hand_over(sink)
-        return LoopSeconds(engine=self._engine_seconds, waiting_for_rewards=waited, total=time.perf_counter() - begin)
+        return LoopSeconds(
+            engine=self._engine_seconds,
+            tools=self._tool_seconds,
+            waiting_for_rewards=waited,
+            total=time.perf_counter() - begin,
+        )
 
     # -- starting -----------------------------------------------------------------------------------------------
 
@@ -217,7 +225,10 @@ class EpisodeLoop:
 
     def _take_events(self) -> None:
         """Go on with episodes whose environment has answered, and end those that are over their time."""
-        for event in self._tools.events(self._running.values(), bool(self._decoding)):
+        before = time.perf_counter()
+        events = self._tools.events(self._running.values(), bool(self._decoding))
+        self._tool_seconds += time.perf_counter() - before
+        for event in events:
             entry = self._running[event.name]
             if event.outcome is None:
                 self._time_over(entry)

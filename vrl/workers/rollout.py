@@ -138,9 +138,11 @@ class RolloutWorker:
             return None
         timing = {
             "gen/engine": seconds.engine,
-            "gen/loop": seconds.total - seconds.engine - seconds.waiting_for_rewards,
+            "gen/loop": seconds.total - seconds.engine - seconds.tools - seconds.waiting_for_rewards,
             "reward": seconds.waiting_for_rewards,
         }
+        if self._beside.environments is not None:
+            timing["gen/tools"] = seconds.tools
         meta = Meta(global_step=step, policy_version=self.policy_version, timing=timing)
         return self._rows(sink.trajectories, meta)
 
