@@ -268,7 +268,7 @@ def test_time_limits_and_nothing_waits_for_the_slowest(generate: Callable[..., A
         *[acting(f"quick{k}", "hi", {"say": "on"}, {"say": "on"}, {}) for k in range(6)],
     ]
     begin, cpu = time.perf_counter(), time.process_time()
-    batch, engine = generate(prompts, episode_timeout=3.0)
+    batch, engine = generate(prompts, episode_timeout=2.0)
     assert time.perf_counter() - begin < 6.0
     assert time.process_time() - cpu < 1.5, "the loop sleeps while only tools are under way"
     assert Counter(stops(batch).values())["time_limit"] == 1
@@ -296,7 +296,7 @@ def test_an_episode_may_run_out_of_time_while_it_decodes(generate: Callable[...,
 def test_timing_changes_nothing_where_that_is_asked_for(generate: Callable[..., Any]) -> None:
     def rows(seed: int) -> tuple[list[int], list[tuple[str, ...]]]:
         random = Random(seed)
-        scripts = [[{"say": f"turn {turn}", "sleep": random.choice([0, 0.05])} for turn in range(3)] for _ in range(6)]
+        scripts = [[{"say": f"turn {turn}", "sleep": random.choice([0, 0.05])} for turn in range(2)] for _ in range(4)]
         prompts = [acting(f"d{k}", "hi", *script, {}) for k, script in enumerate(scripts)]
         batch, engine = generate(prompts, deterministic=True)
         return batch.ragged(INPUT_IDS).values.tolist(), [request.request_id for request in engine.requests]
