@@ -1,6 +1,7 @@
 """Environments for tests, loaded by name in tool processes. What a turn's text says is what happens."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ class Scripted:
         self._turn += 1
         self._note(f"step {text!r}")
         time.sleep(act.get("sleep", 0.0))
+        if act.get("hold"):
+            re.match("(a+)+$", "a" * 64 + "b")  # never lets go of the interpreter's lock
         if act.get("die") or (act.get("die_once") and self._first("died")):
             os._exit(7)
         if act.get("raise") or (act.get("raise_once") and self._first("raised")):

@@ -138,6 +138,19 @@ def test_a_call_that_hangs_is_given_up(pool: EnvironmentPool) -> None:
     assert len(alive) == 1, "the process with the thread that hangs is gone"
 
 
+def test_a_process_whose_interpreter_is_held_is_replaced() -> None:
+    with EnvironmentPool(1, spec_of(), silence_limit_seconds=0.5) as pool:
+        quiet = pool.start(prompt("quiet", {"sleep": 1.5, "say": "fine"}))
+        assert outcomes(pool, [pool.step(quiet, "go")])[0].failure is None, "a long wait is no silence"
+        beside, holds = (
+            pool.start(prompt(uid, act)) for uid, act in (("beside", {"say": "x"}), ("holds", {"hold": True}))
+        )
+        (held,) = outcomes(pool, [pool.step(holds, "go")])
+        assert "did not answer for 0.5 s" in str(held.failure)
+        assert "did not answer" in str(pool.step(beside, "go").outcome.failure)
+        assert one(pool, {"say": "fine"}).failure is None
+
+
 def test_environments_and_kinds_are_closed(tmp_path: Path) -> None:
     with EnvironmentPool(1, spec_of(tmp_path)) as pool:
         (pid,) = pool.process_ids()

@@ -5,7 +5,8 @@
 
 Processes are started by `subprocess` and die with the thread that started them, so the pool belongs to the worker's
 main thread. The pool knows no time limit: the loop does, and closes an episode whose call takes too long. Its process
-then gets no new episode and ends with the last one it has: a thread that hangs cannot be stopped in any other way.
+then gets no new episode and ends with the last one it has: a thread that hangs cannot be stopped in any other way. A
+process that answers no ping (some call holds the interpreter's lock) counts as dead.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from vrl.agent.child_process import ChildProcess
 from vrl.agent.environments.wire import (
     Close,
     EnvironmentSpec,
+    Ping,
     Request,
     Start,
     Step,
@@ -37,6 +39,8 @@ _LOG = logging.getLogger(__name__)
 _START_LIMIT_SECONDS = 120.0
 _MAX_STARTS_IN_A_ROW = 3
 _GRACE_SECONDS = 5.0
+_PING_SECONDS = 5.0  # of silence, before a process is asked whether it still runs
+_SILENCE_LIMIT_SECONDS = 30.0  # after that, before it is killed
 
 Schemas = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -92,6 +96,12 @@ class _Process:
         self.retired = False
         self.episodes: set[int] = set()
         self.pending: dict[int, PendingStep] = {}
+        self.heard = time.monotonic()
+        self.pinged: float | None = None  # when it was asked whether it runs; None once it has answered
+
+    def is_silent(self, limit_seconds: float) -> bool:
+        """Whether it has not answered a ping in time."""
+        return self.pinged is not None and time.monotonic() - self.pinged > limit_seconds
 
 
 @final
@@ -101,7 +111,13 @@ class EnvironmentPool:
     `schemas` holds the function schemas of each kind.
     """
 
-    def __init__(self, workers: int, spec: EnvironmentSpec, start_limit_seconds: float = _START_LIMIT_SECONDS) -> None:
+    def __init__(
+        self,
+        workers: int,
+        spec: EnvironmentSpec,
+        start_limit_seconds: float = _START_LIMIT_SECONDS,
+        silence_limit_seconds: float = _SILENCE_LIMIT_SECONDS,
+    ) -> None:
         """Start the processes and wait until all are ready.
 
         Raises ConfigError when a kind of `spec` cannot be made, WorkerError when the processes die of it.
@@ -111,6 +127,7 @@ class EnvironmentPool:
         self.schemas: Schemas = {}
         self._spec_frame = frame(pickle.dumps(spec))
         self._start_limit_seconds = start_limit_seconds
+        self._silence_limit_seconds = silence_limit_seconds
         self._selector = selectors.DefaultSelector()
         self._processes: list[_Process] = []
         self._ending: list[tuple[ChildProcess, float]] = []
@@ -183,6 +200,7 @@ class EnvironmentPool:
                 self._send(process)
             if events & selectors.EVENT_READ and process in self._processes:
                 self._read(process)
+        self._look_after_silent_ones()
         for child, deadline in [(c, end) for c, end in self._ending if c.ended or time.monotonic() > end]:
             child.end()
             self._ending.remove((child, deadline))
@@ -192,6 +210,16 @@ class EnvironmentPool:
                 f"the environments did not load within {self._start_limit_seconds:g} s; "
                 "see what their modules do when they are imported"
             )
+
+    def _look_after_silent_ones(self) -> None:
+        """Ask processes that have calls under way and say nothing; replace those that have not answered."""
+        ping = min(_PING_SECONDS, self._silence_limit_seconds)
+        for process in [process for process in self._processes if process.ready and process.pending]:
+            if process.is_silent(self._silence_limit_seconds):
+                self._replace_dead(process)
+            elif process.pinged is None and time.monotonic() - process.heard > ping:
+                process.pinged = time.monotonic()
+                self._send(process, frame(pickle.dumps(Ping())))
 
     def process_ids(self) -> list[int]:
         """Return the ids of the tool processes, for accounting of memory and CPU."""
@@ -223,6 +251,7 @@ class EnvironmentPool:
         if payloads is None:
             self._replace_dead(process)
             return
+        process.heard, process.pinged = time.monotonic(), None
         for payload in payloads:
             if process.ready:
                 self._answer(process, payload)
@@ -246,6 +275,7 @@ class EnvironmentPool:
     def _replace_dead(self, process: _Process) -> None:
         self._take_out(process)
         code = process.child.end()
+        silent = process.is_silent(self._silence_limit_seconds)
         if not process.ready:
             self._failed_starts += 1
         if self._failed_starts >= _MAX_STARTS_IN_A_ROW:
@@ -255,6 +285,8 @@ class EnvironmentPool:
             )
         _LOG.warning("a tool process ended with exit code %d; %d episodes fail by it", code, len(process.episodes))
         failure = f"process died: the tool process ended with exit code {code}"
+        if silent:
+            failure = f"process died: the tool process did not answer for {self._silence_limit_seconds:g} s"
         for episode in process.episodes:
             self._lost[episode] = failure
             self._home.pop(episode, None)

@@ -23,9 +23,11 @@ from typing import final
 from vrl.agent.child_process import serve_parent
 from vrl.agent.environments.types import Environment, EnvironmentKind
 from vrl.agent.environments.wire import (
+    PONG_EPISODE,
     Close,
     EnvironmentSpec,
     KindSpec,
+    Ping,
     Request,
     Start,
     StepOutcome,
@@ -63,7 +65,11 @@ def main() -> None:
     host = EpisodeHost(kinds, send)
     with contextlib.suppress(ConnectionResetError):  # the pool went with answers unread
         while (payload := read_frame(connection)) is not None:
-            host.handle(pickle.loads(payload))
+            request = pickle.loads(payload)
+            if isinstance(request, Ping):
+                send(encode_answer(PONG_EPISODE, StepOutcome()))
+            else:
+                host.handle(request)
     host.close()
     os._exit(0)  # a thread that hangs would keep the interpreter from ending
 

@@ -66,7 +66,14 @@ class Close:
     episode: int
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Asks whether the process still runs Python: a call that holds the interpreter's lock stops all its episodes."""
+
+
 Request = Start | Step | Close
+PONG_EPISODE = 0  # the number of no episode: the answer to a ping
 
 
 @final
