@@ -71,6 +71,28 @@ def test_advantages_and_returns_are_taken_over_sampled_tokens_only(batch: DataPr
     assert not any(name.startswith(("critic/values", "critic/vf")) for name in metrics)
 
 
+def test_environments_report_shares_and_times(trajectory: Make):
+    def info(seconds: float, **reported: object) -> dict[str, object]:
+        return {**reported, "tool_seconds": seconds, "queue_seconds": 0.0}
+
+    rows = [
+        trajectory(
+            "u0", turns=(2, 2), turn_rewards=(0.5, 0.0), turn_info=(info(1.0, malformed=True, note="x"), info(3.0))
+        ),
+        trajectory("u1", turns=(2,), turn_rewards=(0.1,), turn_info=(info(0.5, malformed=False),)),
+        trajectory("u2"),
+    ]
+    metrics = data_metrics(batch_of(rows, None, Meta()))
+    assert metrics["env/malformed"] == 0.5
+    assert (metrics["tool/seconds/mean"], metrics["tool/seconds/max"]) == (1.5, 3.0)
+    assert metrics["turn_reward/mean"] == pytest.approx(0.2)
+    assert metrics["num_turns/max"] == 2.0
+    assert "env/note" not in metrics
+    assert not any(
+        name.startswith(("env/", "tool/", "turn_reward/")) for name in data_metrics(batch_of(rows[2:], None, Meta()))
+    )
+
+
 def test_values_bring_the_explained_variance(batch: DataProto):
     mask = batch.ragged(LOSS_MASK)
     returns = Ragged(torch.arange(len(mask.values), dtype=torch.float32), mask.offsets)
@@ -99,6 +121,7 @@ def test_stop_reasons_have_shares_also_of_zero(batch: DataProto):
         "context_full": 0.0,
         "time_limit": 0.0,
         "env_done": 0.0,
+        "image_limit": 0.0,
     }
 
 

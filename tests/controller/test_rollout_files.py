@@ -45,6 +45,8 @@ def test_a_row_is_readable(trajectory: Make, tmp_path: Path):
         response_text="schön <|image_pad|>",
         ground_truth={"answer": np.array([1, 2])},
         score_extra={"acc": 1.0},
+        turn_rewards=(0.25, 0.0),
+        turn_info=({"calls": 1}, {}),
         stop_reason=StopReason.MAX_TURNS,
     )
     path = RolloutFiles(tmp_path / "rollouts").write(step_of([row], []), 12)
@@ -61,8 +63,10 @@ def test_a_row_is_readable(trajectory: Make, tmp_path: Path):
             "prompt_text": "<|im_start|>user\n<image>What?<|im_end|>\n",
             "response_text": "schön <image>",
             "ground_truth": {"answer": [1, 2]},
-            "score": 0.5,
+            "score": 0.75,
             "score_extra": {"acc": 1.0},
+            "turn_rewards": [0.25, 0.0],
+            "turn_info": [{"calls": 1}, {}],
             "stop_reason": "max_turns",
             "prompt_length": 3,
             "response_length": 6,

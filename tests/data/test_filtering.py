@@ -16,11 +16,11 @@ class WordRenderer:
     eos_ids = (1,)
     pad_id = 2
 
-    def render(self, messages):
+    def render(self, messages, tools=()):
         if any(message["role"] != "user" for message in messages):
             raise DataError("the chat template knows no such role")
         words = " ".join(message["content"] for message in messages).replace("<image>", " <image> ").split()
-        return [MARK if word == "<image>" else 3 for word in words]
+        return [MARK if word == "<image>" else 3 for word in words] + [4] * len(tools)
 
     def expand(self, ids, images):
         if b"broken" in images:
@@ -113,16 +113,19 @@ def test_the_settings_of_verl():
         assert overlong_policy(False, truncation) == ("stop" if truncation == "error" else "cut")
 
 
-def test_workers_and_progress(save, row):
+def test_workers_find_the_same(save, row):
     rows = [row(i, "<image> " + "w " * (i % 7), images=[{"bytes": b"x"}]) for i in range(300)]
     dataset = load_rows(save("a.parquet", rows))
-    calls = []
-    one = filter_rows(dataset, WordRenderer(), 4, progress=lambda done, total: calls.append((done, total)))
+    one = filter_rows(dataset, WordRenderer(), 4)
     three = filter_rows(dataset, WordRenderer(), 4, workers=3)
     assert (one[0].row_ids, one[1]) == (three[0].row_ids, three[1])
     assert one[1].kept == sum(i % 7 <= 3 for i in range(300))
-    assert calls[0] == (64, 300)
-    assert calls[-1] == (300, 300)
+
+
+def test_what_shows_the_tools_counts(save, row):
+    dataset = load_rows(save("a.parquet", [row(0, "one"), row(1, "two", env_name="zoom")]), env_names=["zoom"])
+    assert filter_rows(dataset, WordRenderer(), 9, tools={"zoom": [{}, {}]})[1].longest == 3
+    assert filter_rows(dataset, WordRenderer(), 2, tools={"zoom": [{}, {}]})[0].row_ids == ("a:0",)
 
 
 def test_truncate():

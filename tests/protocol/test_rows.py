@@ -20,6 +20,8 @@ from vrl.protocol.columns import (
     STOP_REASON,
     TOKEN_LEVEL_SCORES,
     TURN_IDS,
+    TURN_INFO,
+    TURN_REWARDS,
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta
@@ -77,6 +79,14 @@ def test_the_score_stands_on_the_last_sampled_token() -> None:
     masks = [(0, 1, 1), (0, 1, 0, 1, 0), (0, 1, 0, 0), (0, 0), (1,)]
     batch = batch_of([trajectory(mask) for mask in masks], None, Meta())
     assert rows_of(batch, TOKEN_LEVEL_SCORES) == [[0, 0, 2.5], [0, 0, 0, 2.5, 0], [0, 2.5, 0, 0], [0, 0], [2.5]]
+
+
+def test_rewards_of_turns_stand_where_their_turns_end() -> None:
+    row = trajectory((0, 1, 1, 0, 1, 0, 0, 1, 1), turn_rewards=(0.5, 0.0, -1.0), turn_info=({"calls": 1}, {}, {}))
+    batch = batch_of([row, trajectory((0, 1))], None, Meta())
+    assert rows_of(batch, TOKEN_LEVEL_SCORES) == [[0, 0, 0.5, 0, 0, 0, 0, 0, 1.5], [0, 2.5]]
+    assert batch.objects[TURN_REWARDS].tolist() == [(0.5, 0.0, -1.0), ()]
+    assert batch.objects[TURN_INFO][0][0] == {"calls": 1}
 
 
 def test_versions_of_a_sample_are_those_of_model_tokens() -> None:

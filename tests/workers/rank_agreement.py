@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests.workers.rig import Rig, config_of, drive, place_of, prompts_of
+from tests.workers.turns import KIND, acting_rows
+from vrl.protocol.columns import LOSS_MASK
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.trajectory import Sampling
 from vrl.workers import process
@@ -20,6 +22,11 @@ from vrl.workers import process
 WORLD = 2
 GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 FREE = Sampling(max_tokens=16, seed=1)
+TOOLS = {
+    "agent": {"environments": {"scripted": {"class": KIND}}, "max_turns": 3, "concurrent_workers": 1},
+    "max_model_len": 1024,
+    "limit_images": 3,
+}
 
 
 def my_rows(rig: Rig, batch: DataProto | None) -> DataProto:
@@ -43,6 +50,8 @@ def observe(rig: Rig) -> dict[str, Any]:
     first = my_rows(rig, rig.generate(prompts, FREE))
     seen["rows"] = len(first)
     seen["before"] = rig.difference(first)
+    acted = my_rows(rig, rig.generate(acting_rows("qwen2_5_vl"), FREE, step=1))
+    seen["turns"] = int(acted.ragged(LOSS_MASK).values.sum()), rig.difference(acted)
     seen["grad_norm"] = rig.train(first, rig.actor)["actor/grad_norm"]
     seen["unsynced"] = rig.difference(my_rows(rig, rig.generate(prompts, FREE)))
     rig.rollout.sync_weights(rig.actor, 1)
@@ -56,7 +65,9 @@ def main(rank: int, ports: list[int], folder: Path, out: Path) -> None:
     seen = {}
     for tensor_parallel, port in zip((1, 2), ports, strict=True):
         process.start(place_of(rank, WORLD, port))
-        rig = Rig.build(config_of(folder, world=WORLD, tensor_model_parallel_size=tensor_parallel))
+        rig = Rig.build(
+            config_of(folder, world=WORLD, tensor_model_parallel_size=tensor_parallel, response=560, **TOOLS)
+        )
         seen[tensor_parallel] = observe(rig)
         rig.close()
         process.stop()

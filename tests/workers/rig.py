@@ -30,7 +30,7 @@ from vrl.workers.actor import ActorWorker
 from vrl.workers.building import BuildContext
 from vrl.workers.engines import build_engine
 from vrl.workers.process import RankPlace, environment
-from vrl.workers.rollout import EngineGroup, RolloutWorker
+from vrl.workers.rollout import EngineGroup, RolloutWorker, SideProcesses
 
 TEXTS = ["what is 3 + 4", "the answer is red", "count the blue cells of the grid", "which colour has the cell"]
 LONG = "count the cells of the grid, one after the other, and say which of them is red: " * 4  # over a block of 128
@@ -76,7 +76,7 @@ def prompts_of(kind: str) -> list[Prompt]:
     ]
 
 
-def config_of(folder: Path, world: int = 1, **rollout: Any) -> Config:
+def config_of(folder: Path, world: int = 1, response: int = 64, **rollout: Any) -> Config:
     settings = {"kv_cache_gib": 0.25, "max_num_seqs": 32, "limit_images": 2, **rollout}
     actor = {"optim": {"lr": 1e-3, "lr_warmup_steps": 0}}
     return build(
@@ -86,7 +86,7 @@ def config_of(folder: Path, world: int = 1, **rollout: Any) -> Config:
                 "rollout": settings,
                 "actor": actor,
             },
-            "data": {"max_prompt_length": 448, "max_response_length": 64},
+            "data": {"max_prompt_length": 448, "max_response_length": response},
             "trainer": {"n_gpus_per_node": world, "device": "cpu"},
             "algorithm": {"adv_estimator": "grpo"},
         }
@@ -138,7 +138,7 @@ class Rig:
         actor = ActorWorker.build(context, total_steps=100)
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
-        rollout = RolloutWorker(engine, Unscored(), context, place)
+        rollout = RolloutWorker(engine, SideProcesses.start(config, place, Unscored()), context, place)
         return cls(context, actor, engine, rollout, place)
 
     def actor_at(self, temperature: float) -> ActorWorker:

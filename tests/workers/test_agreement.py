@@ -17,7 +17,10 @@ import torch
 from tests.workers.contract import tokens
 from tests.workers.references import greedy_by_transformers
 from tests.workers.rig import Difference, Rig, config_of, drive, free_port, opened, prompts_of
-from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, PROMPT_LENGTH
+from tests.workers.turns import KIND, acting_rows, with_tools
+from vrl.agent.environments.pool import EnvironmentPool
+from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, PROMPT_LENGTH, ROW_ID, TURN_IDS
 from vrl.protocol.trajectory import Sampling
 from vrl.workers.hf_engine import HfEngine
 from vrl.workers.process import environment
@@ -45,7 +48,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def rig(kind: str, tiny_folder: Callable[[str], Path]) -> Iterator[Rig]:
-    with opened(config_of(tiny_folder(kind))) as rig:
+    with opened(config_of(tiny_folder(kind), limit_images=4, max_model_len=1024)) as rig:
         yield rig
 
 
@@ -75,6 +78,22 @@ def test_log_probs_agree(rig: Rig, kind: str, temperature: float) -> None:
     assert not banned & set(batch.ragged(INPUT_IDS).values[mask].tolist())
     assert agrees(apart)
     assert is_far(rig.difference(batch, rig.actor_at(0.85)), apart)
+
+
+def test_rows_of_several_turns_agree(rig: Rig, kind: str) -> None:
+    """Tools bring images and long texts, turns end by themselves and on a stop string: every sampled token agrees."""
+    with EnvironmentPool(1, EnvironmentSpec(kinds={"scripted": KindSpec(factory=KIND)})) as pool:
+        acting, engine = with_tools(rig, pool)
+        batch = acting.generate(acting_rows(kind), Sampling(max_tokens=16, seed=4, stop=("e", "a")), n=4)
+    assert batch is not None
+    images = {row: len(keys) for row, keys in zip(batch.objects[ROW_ID], batch.objects[IMAGE_KEYS], strict=True)}
+    assert images == ({"text": 0, "one": 3, "none": 2} if kind == "qwen2_5_vl" else {"text": 0})
+    assert {int(turns.max()) for turns in batch.ragged(TURN_IDS).to_rows()} == {2}
+    sampled = sum(len(output.ids) for output in engine.outputs.values())
+    assert int(batch.ragged(LOSS_MASK).values.sum()) == sampled > 100
+    ends = {output.ids[-1] in rig.context.renderer.eos_ids for output in engine.outputs.values()}
+    assert False in ends
+    assert agrees(rig.difference(batch))
 
 
 def test_an_update_and_a_sync_keep_the_agreement(rig: Rig, kind: str) -> None:
@@ -170,6 +189,8 @@ def test_two_ranks_agree(ranks: list[dict[str, Any]], tensor_parallel: str) -> N
     for seen in (rank[tensor_parallel] for rank in ranks):
         before, unsynced, after = (Difference(*seen[name]) for name in ("before", "unsynced", "after"))
         assert seen["rows"] == 8
+        assert seen["turns"][0] > 60, "tokens of rows with tools, in step on both ranks"
+        assert agrees(Difference(*seen["turns"][1]))
         assert seen["compiled"] == 0, "the engine started a compiler"
         assert agrees(before)
         assert agrees(after)

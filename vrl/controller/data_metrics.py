@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vrl.algorithms.metrics import equal_group_share, explained_variance
+from vrl.controller.turn_metrics import turn_metrics
 from vrl.protocol.columns import (
     ADVANTAGES,
     GREEDY_SAMPLE,
@@ -44,8 +45,8 @@ _SAMPLED = {ADVANTAGES: "critic/advantages", RETURNS: "critic/returns", VALUES: 
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Return scores, rewards, advantages, lengths, turns, stop reasons and mismatch of a step's rows.
 
-    Columns that the batch lacks have no metrics. `response_length` counts all tokens after the prompt, observations
-    included; `num_turns` counts the model's turns.
+    Columns that the batch lacks have no metrics, nor have environments that no row had. `response_length` counts all
+    tokens after the prompt, observations included; `num_turns` counts the model's turns.
     """
     out = {"training/num_rows": float(len(batch))}
     if not len(batch):
@@ -62,7 +63,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     if VALUES in batch and RETURNS in batch:
         values, returns = batch.ragged(VALUES).values, batch.ragged(RETURNS).values
         out["critic/vf_explained_var"] = explained_variance(values, returns, mask)
-    return out | _length_metrics(batch) | _group_metrics(batch) | _mismatch_metrics(batch)
+    return out | _length_metrics(batch) | turn_metrics(batch) | _group_metrics(batch) | _mismatch_metrics(batch)
 
 
 def row_sums(batch: DataProto, column: str) -> Tensor:

@@ -24,6 +24,8 @@ from vrl.protocol.columns import (
     SCORE_EXTRA,
     STOP_REASON,
     TOKEN_LEVEL_SCORES,
+    TURN_INFO,
+    TURN_REWARDS,
     UID,
 )
 from vrl.protocol.dataproto import DataProto
@@ -106,6 +108,8 @@ class RolloutFiles:
                 "ground_truth": cells[GROUND_TRUTH][i],
                 "score": scores[i] if scored else None,
                 "score_extra": cells[SCORE_EXTRA][i],
+                "turn_rewards": cells[TURN_REWARDS][i],
+                "turn_info": cells[TURN_INFO][i],
                 "stop_reason": cells[STOP_REASON][i],
                 "prompt_length": prompts[i],
                 "response_length": lengths[i] - prompts[i],

@@ -9,6 +9,7 @@ from typing import final
 
 import ray
 
+from vrl.agent.environments.pool import Schemas, check_environments
 from vrl.agent.rewards.pool import check_rewards
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.algorithms.losses.registry import get_policy_loss
@@ -34,7 +35,7 @@ from vrl.models.renderer import HFRenderer, load_renderer
 from vrl.protocol.config.schema import Config
 from vrl.protocol.trajectory import Prompt, Sampling
 from vrl.workers.host import RunLength
-from vrl.workers.rollout import reward_spec
+from vrl.workers.rollout import environment_spec, reward_spec
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,25 +50,29 @@ class RunData:
     most_images: int  # images of the row that has most
 
 
-def load_data(config: Config, renderer: HFRenderer) -> RunData:
-    """Read and check all rows. Raises DataError before anything expensive has started."""
-    data = config.data
-    train, most_images = _rows(config, renderer, data.train_files, data.train_max_samples, "training")
+def load_data(config: Config, renderer: HFRenderer, tools: Schemas | None = None) -> RunData:
+    """Read and check all rows; `tools` holds the schemas of the environments that there are.
+
+    Raises DataError before anything expensive has started.
+    """
+    data, tools = config.data, tools or {}
+    train, most_images = _rows(config, renderer, tools, data.train_files, "training")
     loader = PromptLoader(train, data.train_batch_size, seed=config.data_seed, shuffle=data.shuffle)
     validation: list[Prompt] = []
     if data.val_files:
-        rows, images = _rows(config, renderer, data.val_files, data.val_max_samples, "held-out")
+        rows, images = _rows(config, renderer, tools, data.val_files, "held-out")
         most_images = max(most_images, images)
         validation = next(ordered_batches(rows))
     return RunData(loader, validation, most_images)
 
 
 def _rows(
-    config: Config, renderer: HFRenderer, files: tuple[str, ...], limit: int, what: str
+    config: Config, renderer: HFRenderer, tools: Schemas, files: tuple[str, ...], what: str
 ) -> tuple[RowDataset, int]:
     data = config.data
+    limit = data.train_max_samples if what == "training" else data.val_max_samples
     columns = ColumnNames(prompt=data.prompt_key, image=data.image_key, data_source=data.reward_fn_key)
-    rows = load_rows(files, columns=columns, max_samples=limit, seed=config.data_seed, env_names=())
+    rows = load_rows(files, columns=columns, max_samples=limit, seed=config.data_seed, env_names=list(tools))
     rows, report = filter_rows(
         rows,
         renderer,
@@ -75,17 +80,31 @@ def _rows(
         overlong=overlong_policy(data.filter_overlong_prompts, data.truncation),
         bad_row=data.bad_row,
         workers=data.filter_overlong_prompts_workers,
+        tools=tools,
     )
     _LOG.info("%s rows: %s", what, report.summary())
     return rows, report.most_images
 
 
+def checked_environments(config: Config, renderer: HFRenderer) -> Schemas:
+    """Load the environments once, and prove the chat template; return the function schemas that prompts show.
+
+    Raises ConfigError where either cannot be used.
+    """
+    spec = environment_spec(config)
+    if not spec.kinds:
+        return {}
+    renderer.check_turns()
+    return check_environments(spec)
+
+
 def with_image_limit(config: Config, most_images: int) -> Config:
-    """Return the settings with the engine's image limit set from the data, where it is left open."""
+    """Return the settings with the engine's image limit, where it is left open: from the data, and what tools add."""
     policy = config.actor_rollout_ref
     if policy.rollout.limit_images is not None:
         return config
-    rollout = replace(policy.rollout, limit_images=max(most_images, 1))
+    added = policy.rollout.agent.max_images if policy.rollout.agent.environments else 0
+    rollout = replace(policy.rollout, limit_images=max(most_images + added, 1))
     return replace(config, actor_rollout_ref=replace(policy, rollout=rollout))
 
 
@@ -125,7 +144,7 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
         config = warm_started(config, spec)
         model = config.actor_rollout_ref.model
         renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
-        data = load_data(config, renderer)
+        data = load_data(config, renderer, checked_environments(config, renderer))
         config = with_image_limit(config, data.most_images)
         check_rewards(reward_spec(config))
         processes = ProcessGroup(ResourcePool(spec, config.trainer.worker_start_timeout), config)

@@ -3,10 +3,10 @@
 The controller runs it at start on train and validation data, so that no bad row is met in the middle of a run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from vrl.data.dataset import RowDataset
 from vrl.protocol.errors import DataError
@@ -16,7 +16,9 @@ BadRow = Literal["skip", "stop"]
 Overlong = Literal["skip", "stop", "cut"]
 Truncation = Literal["error", "left", "right", "middle"]
 
-_ROWS_AT_ONCE: Final = 64  # a worker, between two reports of progress
+Tools = Mapping[str, Sequence[Mapping[str, Any]]]
+
+_ROWS_AT_ONCE: Final = 64  # a worker: what is measured and not yet counted
 _EXAMPLES: Final = 3
 
 
@@ -59,7 +61,7 @@ def filter_rows(
     overlong: Overlong = "skip",
     bad_row: BadRow = "skip",
     workers: int = 1,
-    progress: Callable[[int, int], None] | None = None,
+    tools: Tools | None = None,
 ) -> tuple[RowDataset, FilterReport]:
     """Return the rows that can be used, and the counts. The length of a prompt counts every visual token.
 
@@ -71,7 +73,7 @@ def filter_rows(
             `truncate` where they have no images and raises where they have.
         bad_row: what to do about rows, images and messages that cannot be read: "skip" leaves them out, "stop" raises.
         workers: threads that read and measure (`data.filter_overlong_prompts_workers`).
-        progress: called with (rows done, rows in all) from time to time.
+        tools: function schemas that the prompts of rows with an environment show, by `env_name`; they count, too.
 
     Raises:
         DataError: no row is left, or a row cannot be used and its policy says so.
@@ -79,7 +81,7 @@ def filter_rows(
     kept: list[int] = []
     faults: list[str] = []
     broken = cut = longest = most_images = 0
-    for index, row in enumerate(_measured(dataset, renderer, workers, progress)):
+    for index, row in enumerate(_measured(dataset, renderer, workers, tools or {})):
         if isinstance(row, DataError):
             broken += 1
             faults.append(str(row))
@@ -129,27 +131,24 @@ class _Measured:
     images: int
 
 
-def _measured(
-    dataset: RowDataset, renderer: Renderer, workers: int, progress: Callable[[int, int], None] | None
-) -> Iterator[_Measured | DataError]:
+def _measured(dataset: RowDataset, renderer: Renderer, workers: int, tools: Tools) -> Iterator[_Measured | DataError]:
     """Yield the size of every row in order, or what is wrong with it."""
     total = len(dataset)
     step = _ROWS_AT_ONCE * workers
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, total, step):
             stop = min(start + step, total)
-            yield from pool.map(lambda index: _measure(dataset, renderer, index), range(start, stop))
-            if progress is not None:
-                progress(stop, total)
+            yield from pool.map(lambda index: _measure(dataset, renderer, tools, index), range(start, stop))
 
 
-def _measure(dataset: RowDataset, renderer: Renderer, index: int) -> _Measured | DataError:
+def _measure(dataset: RowDataset, renderer: Renderer, tools: Tools, index: int) -> _Measured | DataError:
     try:
         prompt = dataset[index]
     except DataError as error:
         return error
     try:
-        ids = renderer.expand(renderer.render(prompt.messages), prompt.images)
+        schemas = () if prompt.env_name is None else tools.get(prompt.env_name, ())
+        ids = renderer.expand(renderer.render(prompt.messages, schemas), prompt.images)
     except DataError as error:
         return DataError(f"{dataset.where(index)}: {error}")
     return _Measured(len(ids), len(prompt.images))

@@ -82,6 +82,19 @@ def decode_image(data: bytes) -> Image.Image:
         raise DataError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 
 
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return the two sides of an encoded image in pixels, as its header says.
+
+    Raises:
+        DataError: the bytes are no image.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            return opened.height, opened.width
+    except _DECODE_ERRORS as error:
+        raise DataError(f"an image of {len(data)} bytes cannot be read: {error}") from error
+
+
 @final
 class ImageCache:
     """Patches of images, least recently used ones dropped beyond a number of bytes. One a process; shared tensors."""

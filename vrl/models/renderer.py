@@ -20,11 +20,13 @@ from transformers import (
     ProcessorMixin,
 )
 
-from vrl.models.images import ImageCache, ImageRule, decode_image, rule_of
+from vrl.models.images import ImageCache, ImageRule, decode_image, image_size, rule_of
 from vrl.models.loading import read_config
 from vrl.models.qwen2_5_vl.backbone import MODEL_TYPE as QWEN2_5_VL
 from vrl.models.qwen2_5_vl.positions import mrope_positions
+from vrl.models.turn_bridge import TurnBridge
 from vrl.protocol.errors import ConfigError, DataError
+from vrl.protocol.messages import placed_images
 from vrl.protocol.trajectory import IMAGE_MARK, content_key
 
 _VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -44,7 +46,11 @@ class Vision:
 
 @final
 class HFRenderer:
-    """See `protocol.ports.Renderer`. Text that spells a special token becomes that token, as in the chat template."""
+    """See `protocol.ports.Renderer`.
+
+    In prompts, text that spells a special token becomes that token, as in the chat template; in observations it stays
+    text.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat_template: str, eos_ids: tuple[int, ...], vision: Vision | None
@@ -59,28 +65,63 @@ class HFRenderer:
         vocabulary = tokenizer.get_vocab()
         banned = {vocabulary[token] for token in _VISION_TOKENS if token in vocabulary} if vision else set()
         self.banned_ids = tuple(sorted(banned))
+        special = {token for token in (*tokenizer.all_special_tokens, *_VISION_TOKENS) if token in vocabulary}
+        special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        names: Any = tokenizer.convert_ids_to_tokens(list(eos_ids))
+        self._bridge = TurnBridge(self._text_of, self._encode, sorted(special), dict(zip(names, eos_ids, strict=True)))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return prompt ids with the generation prompt; each image mark or part becomes one placeholder id.
 
         In string content of all but assistant messages, `<image>` stands for an image (vision-language models only).
+        `tools` are function schemas that the template shows the model.
 
         Raises:
             DataError: the chat template refuses the messages.
         """
         prepared = [self._prepare(message) for message in messages]
         try:
-            ids: Any = self._tokenizer.apply_chat_template(
-                prepared,
-                chat_template=self._chat_template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
+            return self._encode(self._text_of(prepared, True, tools))
         except TemplateError as error:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+    def observation_ids(self, messages: Sequence[Mapping[str, Any]], images: int, last_id: int) -> list[int]:
+        """Return the ids that bridge from a sampled turn to the next generation prompt; see the port.
+
+        Raises:
+            DataError: places and images differ in number, or the model takes none.
+            ConfigError: the chat template cannot be continued turn by turn with such messages.
+        """
+        if images and self._vision is None:
+            raise DataError(f"an observation brings {images} images for a model that takes text only")
+        placed = [_with_typed_parts(message) for message in placed_images(messages, images)]
+        ids = self._bridge.ids(placed, last_id)
+        if self._vision is not None and ids.count(self._vision.image_id) != images:
+            raise DataError(f"{images} images of an observation became {ids.count(self._vision.image_id)} placeholders")
         return ids
+
+    def check_turns(self) -> None:
+        """Prove that the chat template can be continued turn by turn; called where episodes have several turns.
+
+        Raises:
+            ConfigError: it cannot, not even by messages of the user.
+        """
+        for roles in (("user",), ("tool",), ("tool", "tool")):
+            try:
+                self.observation_ids([{"role": role, "content": "text"} for role in roles], 0, -1)
+            except ConfigError:
+                if roles == ("user",):
+                    raise  # tools may as well answer as the user does
+
+    def check_image(self, data: bytes, max_pixels: int) -> None:
+        """Raise DataError, with a reason that a model may read, unless an image can be used as it is."""
+        if self._vision is None:
+            raise DataError("this model takes text only")
+        height, width = image_size(data)  # before it is decoded: a small file may hold a huge image
+        if height * width > max_pixels:
+            raise DataError(f"the image is {height} x {width}, at most {max_pixels} pixels are allowed")
+        self._grid(self._vision, data)
 
     def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
         """Return ids with each image placeholder repeated to the number of its visual tokens.
@@ -148,6 +189,22 @@ class HFRenderer:
             self._grids.popitem(last=False)
         return grid
 
+    def _text_of(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=self._chat_template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Turn image marks into typed parts and leave image payloads out: the template needs only their places."""
         content = message.get("content")
@@ -161,12 +218,18 @@ class HFRenderer:
                 if text:
                     parts.append({"type": "text", "text": text})
             return {**message, "content": parts}
-        if content is None:
-            return dict(message)
-        typed = [_typed(part) for part in content]
-        if all(part["type"] == "text" for part in typed):
-            return {**message, "content": "".join(part["text"] for part in typed)}
-        return {**message, "content": typed}
+        return _with_typed_parts(message)
+
+
+def _with_typed_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave image payloads out of typed content, and join it where it is text alone."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    typed = [_typed(part) for part in content]
+    if all(part["type"] == "text" for part in typed):
+        return {**message, "content": "".join(part["text"] for part in typed)}
+    return {**message, "content": typed}
 
 
 def _typed(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ TURN_IDS: Final = declare("turn_ids", "int32", "T", "rollout.generate", "turn of
 POLICY_VERSIONS: Final = declare("policy_versions", "int32", "T", "rollout.generate", "policy version, -1 elsewhere")
 POSITION_IDS: Final = declare("position_ids", "int64", "T 3", "rollout.generate", "3-D positions, not for text models")
 TOKEN_LEVEL_SCORES: Final = declare(
-    "token_level_scores", "float32", "T", "rollout.generate", "score on the last sampled token"
+    "token_level_scores", "float32", "T", "rollout.generate", "turn rewards and score, on last sampled tokens"
 )
 PROMPT_LENGTH: Final = declare("prompt_length", "int64", "B", "rollout.generate", "tokens before the first turn")
 SAMPLE_INDEX: Final = declare("sample_index", "int64", "B", "rollout.generate", "0..n-1 in the group")
@@ -52,6 +52,8 @@ PROMPT_TEXT: Final = declare("prompt_text", "object", "B", "rollout.generate", "
 RESPONSE_TEXT: Final = declare("response_text", "object", "B", "rollout.generate", "decoded response, for people")
 GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate", "what the reward compared with")
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
+TURN_REWARDS: Final = declare("turn_rewards", "object", "B", "rollout.generate", "tuple, a number a turn, or empty")
+TURN_INFO: Final = declare("turn_info", "object", "B", "rollout.generate", "tuple, a mapping a turn, or empty")
 # Written by the learner
 OLD_LOG_PROBS: Final = declare("old_log_probs", "float32", "T", "actor.log_probs", "before the first update of a step")
 ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the sampling distribution")

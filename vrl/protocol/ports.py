@@ -22,8 +22,30 @@ class Renderer(Protocol):
     eos_ids: tuple[int, ...]
     pad_id: int
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return prompt ids with the generation prompt; each `<image>` mark is one placeholder id."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return prompt ids with the generation prompt; each `<image>` mark is one placeholder id.
+
+        `tools` are OpenAI function schemas, shown to the model in the chat template's own way.
+        """
+        ...
+
+    def observation_ids(self, messages: Sequence[Mapping[str, Any]], images: int, last_id: int) -> list[int]:
+        """Return the ids from the end of a sampled turn to the next generation prompt, by the template's own form.
+
+        They begin with the token that closes a turn, unless `last_id`, the last id of the sampled turn, is that token.
+        In string content the first `images` marks `<image>` are images, one placeholder id each; all other text is
+        text, whatever it spells: no special token, no image mark comes of it.
+
+        Raises DataError when places and images differ, ConfigError when the template cannot be continued so.
+        """
+        ...
+
+    def check_turns(self) -> None:
+        """Raise ConfigError unless the chat template can be continued turn by turn."""
+        ...
+
+    def check_image(self, data: bytes, max_pixels: int) -> None:
+        """Raise DataError, with a reason that the model may read, unless an encoded image can be used."""
         ...
 
     def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:

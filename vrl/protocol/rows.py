@@ -23,6 +23,8 @@ from vrl.protocol.columns import (
     STOP_REASON,
     TOKEN_LEVEL_SCORES,
     TURN_IDS,
+    TURN_INFO,
+    TURN_REWARDS,
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta, object_column
@@ -33,8 +35,8 @@ from vrl.protocol.trajectory import Trajectory, content_key
 def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | None, meta: Meta) -> DataProto:
     """Return one row a trajectory.
 
-    `positions` holds the `[T, 3]` positions of each row for models that need them. The score stands on the last
-    sampled token; a row without one gets none.
+    `positions` holds the `[T, 3]` positions of each row for models that need them. A turn's reward stands on its last
+    sampled token, the score on that of the row, where they add up; a row without one gets none.
     """
     keys = {image: content_key(image) for image in dict.fromkeys(image for t in trajectories for image in t.images)}
     columns: dict[str, Tensor | Ragged] = {
@@ -58,6 +60,8 @@ def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | N
         IMAGE_KEYS: object_column(tuple(keys[image] for image in t.images) for t in trajectories),
         PROMPT_TEXT: object_column(t.prompt_text for t in trajectories),
         RESPONSE_TEXT: object_column(t.response_text for t in trajectories),
+        TURN_REWARDS: object_column(t.turn_rewards for t in trajectories),
+        TURN_INFO: object_column(t.turn_info for t in trajectories),
         SCORE_EXTRA: object_column(dict(t.score_extra) | _failure(t) for t in trajectories),
     }
     return DataProto(columns, objects, {key: image for image, key in keys.items()}, meta)
@@ -74,8 +78,15 @@ def _positions(trajectories: Sequence[Trajectory], positions: Sequence[Tensor]) 
 def _score_row(trajectory: Trajectory) -> list[float]:
     row = [0.0] * len(trajectory.input_ids)
     if trajectory.num_sampled:
-        row[-1 - trajectory.loss_mask[::-1].index(1)] = trajectory.score
+        row[_last(trajectory.loss_mask, 1)] = trajectory.score
+    for turn, reward in enumerate(trajectory.turn_rewards):
+        row[_last(trajectory.turn_ids, turn)] += reward
     return row
+
+
+def _last(values: Sequence[int], value: int) -> int:
+    """Return the last place of a value, counted from the end."""
+    return -1 - values[::-1].index(value)
 
 
 def _failure(trajectory: Trajectory) -> dict[str, str]:

@@ -22,6 +22,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     TIME_LIMIT = "time_limit"
     ENV_DONE = "env_done"  # the environment or tool ended it
+    IMAGE_LIMIT = "image_limit"  # an observation would have brought more images than are allowed
     FAILED = "failed"  # an error outside the model: never trained, never part of its group
 
 
@@ -81,6 +82,9 @@ class Trajectory:
     All per-token sequences have the length of `input_ids`. Image placeholders are expanded (one id per
     visual token). `loss_mask` is 1 exactly on ids that the engine sampled; `rollout_log_probs` is 0 and
     `policy_versions` is -1 elsewhere. `turn_ids` is k on the sampled tokens of turn k, -1 elsewhere.
+
+    `response_text` is what reward functions get. Without an environment it is the decoded answer; with one it is the
+    whole conversation behind the prompt, special tokens and observations included, an image as one placeholder.
     """
 
     prompt: Prompt
@@ -95,7 +99,10 @@ class Trajectory:
     prompt_text: str
     response_text: str
     images: tuple[bytes, ...] = ()  # of the whole row, in order
-    score: float = 0.0
+    turn_rewards: tuple[float, ...] = ()  # a number a turn, by the environment; empty without one
+    turn_info: tuple[Mapping[str, Any], ...] = ()  # what the environment reported of each turn, and its seconds
+    turn_states: tuple[str, ...] = ()  # a hash of what the model saw before each turn: the prompt, then observations
+    score: float = 0.0  # of the outcome; turn rewards come on top
     score_extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     failure: str | None = None  # traceback or reason when stop_reason is FAILED
 

@@ -2,23 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Self, TypeVar, final
 
 import torch
 import torch.distributed as dist
 
-from vrl.agent.loop import EpisodeLimits, EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
+from vrl.agent.environments.pool import EnvironmentPool, Schemas
+from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.agent.episode import EpisodeLimits
+from vrl.agent.loop import EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
 from vrl.agent.rewards.pool import RewardPool
 from vrl.agent.rewards.types import RewardSpec
+from vrl.agent.tool_side import ToolSide
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, Meta
 from vrl.protocol.dispatch import Dispatch, register
+from vrl.protocol.errors import ConfigError
 from vrl.protocol.ports import Engine, PromptSource, Renderer
 from vrl.protocol.rows import batch_of
-from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
+from vrl.protocol.trajectory import Sampling, StopReason, Trajectory
 from vrl.workers.actor import ActorWorker
 from vrl.workers.building import BuildContext
 from vrl.workers.engines import build_engine
+
+_T = TypeVar("_T")
 
 
 @final
@@ -44,35 +51,72 @@ class EngineGroup:
                     mine = group
         return cls(replica, place == 0, rank - place, mine)
 
-    def share(self, episodes: list[tuple[Prompt, int]] | None) -> list[tuple[Prompt, int]]:
-        """Return the leader's episodes on every rank of the engine; the others give None. A collective."""
-        box = [episodes]
+    def share(self, values: list[_T] | None) -> list[_T]:
+        """Return the leader's list on every rank of the engine; the others give None. A collective."""
+        box = [values]
         dist.broadcast_object_list(box, src=self.leader_rank, group=self.group)
         assert box[0] is not None
         return box[0]
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class SideProcesses:
+    """The processes beside a replica: reward processes, and tool processes where environments are configured.
+
+    Ranks that only follow their engine's leader have neither, and the leader's schemas.
+    """
+
+    scorer: Scorer
+    environments: EnvironmentPool | None = None
+    schemas: Schemas | None = None
+
+    @classmethod
+    def start(cls, config: Config, place: EngineGroup, scorer: Scorer) -> Self:
+        """Start the tool processes that the settings ask for. A collective of the ranks that share an engine."""
+        spec = environment_spec(config)
+        if not spec.kinds:
+            return cls(scorer)
+        pool = None
+        if place.is_leader:
+            pool = EnvironmentPool(config.actor_rollout_ref.rollout.agent.concurrent_workers, spec)
+        schemas = [pool.schemas] if pool is not None else None
+        if place.group is not None:
+            schemas = place.share(schemas)
+        assert schemas is not None
+        return cls(scorer, pool, schemas[0])
+
+    def close(self) -> None:
+        """End the processes."""
+        if isinstance(self.scorer, RewardPool):
+            self.scorer.close()
+        if self.environments is not None:
+            self.environments.close()
+
+
+@final
 class RolloutWorker:
     """One replica, or one rank of a tensor-parallel one."""
 
-    def __init__(self, engine: Engine, scorer: Scorer, context: BuildContext, place: EngineGroup) -> None:
+    def __init__(self, engine: Engine, beside: SideProcesses, context: BuildContext, place: EngineGroup) -> None:
         self._engine = engine
         self._renderer: Renderer = context.renderer
         self._images = context.images
-        self._scorer = scorer
+        self._beside = beside
         self._config = context.config
         self._place = place
         self.policy_version = -1  # no weights yet: a rollout before the first sync is a mistake of ours
 
     @classmethod
     def build(cls, context: BuildContext) -> Self:
-        """Start the engine and, on leaders, the reward processes."""
+        """Start the engine and, on leaders, reward and tool processes."""
         config = context.config
+        if config.actor_rollout_ref.rollout.agent.environments:
+            context.renderer.check_turns()
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
         scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
-        return cls(engine, scorer, context, place)
+        return cls(engine, SideProcesses.start(config, place, scorer), context, place)
 
     @register(Dispatch.ALL)
     def generate(self, sources: Sequence[PromptSource], sampling: Sampling, step: int) -> DataProto | None:
@@ -86,15 +130,19 @@ class RolloutWorker:
         if self._place.group is not None:
             source = LockStepSource(source if self._place.is_leader else None, self._place.share)
         sink = TrajectoryList()
-        loop = EpisodeLoop(self._engine, self._renderer, self._scorer, self._limits(), sampling)
+        loop = EpisodeLoop(
+            self._engine, self._renderer, self._beside.scorer, self._limits(), sampling, self._tool_side()
+        )
         seconds = loop.run(source, sink, step, self.policy_version)
         if not self._place.is_leader:
             return None
         timing = {
             "gen/engine": seconds.engine,
-            "gen/loop": seconds.total - seconds.engine - seconds.waiting_for_rewards,
+            "gen/loop": seconds.total - seconds.engine - seconds.tools - seconds.waiting_for_rewards,
             "reward": seconds.waiting_for_rewards,
         }
+        if self._beside.environments is not None:
+            timing["gen/tools"] = seconds.tools
         meta = Meta(global_step=step, policy_version=self.policy_version, timing=timing)
         return self._rows(sink.trajectories, meta)
 
@@ -113,16 +161,30 @@ class RolloutWorker:
         self._engine.sleep()
 
     def close(self) -> None:
-        """End the reward processes and the engine."""
-        if isinstance(self._scorer, RewardPool):
-            self._scorer.close()
+        """End reward processes, tool processes and the engine."""
+        self._beside.close()
         self._engine.close()
 
+    def _tool_side(self) -> ToolSide:
+        return ToolSide(
+            self._beside.environments,
+            self._beside.schemas,
+            share=None if self._place.group is None else self._place.share,
+            in_order=self._config.trainer.deterministic,
+        )
+
     def _limits(self) -> EpisodeLimits:
+        rollout = self._config.actor_rollout_ref.rollout
         return EpisodeLimits(
             max_response_tokens=self._config.data.max_response_length,
             max_model_len=self._config.max_model_len,
-            max_running=self._config.actor_rollout_ref.rollout.max_num_seqs,
+            max_running=rollout.max_num_seqs,
+            max_turns=rollout.agent.max_turns,
+            max_seconds=rollout.agent.episode_timeout,
+            max_retries=rollout.agent.max_retries,
+            max_images=rollout.agent.max_images,
+            max_row_images=rollout.limit_images or 1,
+            max_image_pixels=rollout.agent.max_image_pixels,
         )
 
     def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:
@@ -154,3 +216,16 @@ def reward_spec(config: Config) -> RewardSpec:
         function_name=custom.name,
         function_kwargs=custom.reward_kwargs or config.reward_model.reward_kwargs,
     )
+
+
+def environment_spec(config: Config) -> EnvironmentSpec:
+    """Return what the tool processes load. Raises ConfigError for an entry without a class."""
+    kinds: dict[str, KindSpec] = {}
+    for name, entry in config.actor_rollout_ref.rollout.agent.environments.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("class"), str):
+            raise ConfigError(
+                f"rollout.agent.environments.{name}={entry}: give a mapping with class: module:factory, and settings"
+            )
+        settings = {key: value for key, value in entry.items() if key != "class"}
+        kinds[name] = KindSpec(factory=entry["class"], kwargs=settings)
+    return EnvironmentSpec(kinds=kinds)

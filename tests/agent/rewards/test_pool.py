@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,20 @@ def test_each_request_gets_its_own_score(make_prompt: MakePrompt) -> None:
         assert [item.score.value for item in pending] == [float(i == i % 7) for i in range(60)]
         assert all(item.score.failure is None for item in pending)
         assert pool.num_pending == 0
+
+
+def test_built_in_rules_judge_the_last_turn(make_prompt: MakePrompt, code_spec: RewardSpec) -> None:
+    """What a tool printed is no answer of the model; a user's function gets the whole conversation."""
+    prompt = replace(make_prompt("tiny/arithmetic", "7"), extra_info={"last_turn": "8"})
+    printed = "<tool_call>7</tool_call><|im_end|>\n<|im_start|>tool\n<answer>7</answer>"
+    with RewardPool(1, 5.0, RewardSpec()) as pool:
+        scores = run_all(pool, prompt, [printed])
+        scores += run_all(pool, replace(prompt, extra_info={"last_turn": "7"}), ["<answer>8</answer>"])
+    assert [score.value for score in scores] == [0.0, 1.0]
+    with RewardPool(1, 5.0, code_spec) as pool:
+        assert (
+            run_all(pool, replace(make_prompt(), extra_info={"last_turn": "no code"}), ["result = 0.5"])[0].value == 0.5
+        )
 
 
 def test_poll_alone_brings_everything_home(make_prompt: MakePrompt) -> None:

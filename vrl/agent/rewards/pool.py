@@ -11,30 +11,21 @@ import contextlib
 import json
 import logging
 import math
-import os
 import pickle
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import final
 
-import vrl
+from vrl.agent.child_process import ChildProcess
 from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
-from vrl.agent.rewards.wire import FrameBuffer, frame
+from vrl.agent.rewards.wire import frame
 from vrl.protocol.errors import ConfigError, RewardError
 from vrl.protocol.trajectory import Prompt
 
 _LOG = logging.getLogger(__name__)
 _START_LIMIT_SECONDS = 120.0
 _MAX_STARTS_IN_A_ROW = 3
-_READ_BYTES = 1 << 18
-_PACKAGE_ROOT = str(Path(vrl.__file__).parents[1])
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 def check_rewards(spec: RewardSpec, start_limit_seconds: float = _START_LIMIT_SECONDS) -> None:
@@ -73,32 +64,13 @@ class PendingReward:
 
 @final
 class _Process:
-    """One reward process as its pool sees it: frames in and out, and what it is working on."""
+    """One reward process as its pool sees it: what it is working on, and until when."""
 
     def __init__(self, spec_frame: bytes, start_limit_seconds: float) -> None:
-        self.connection, theirs = socket.socketpair()
-        self.connection.setblocking(False)
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "vrl.agent.rewards.process", str(os.getpid())],
-                stdin=theirs.fileno(),
-                env=os.environ | _ONE_THREAD | {"PYTHONPATH": _python_path()},
-                start_new_session=True,  # Ctrl-C goes to the worker only; children of user code share the group
-            )
+        self.child = ChildProcess("vrl.agent.rewards.process", spec_frame)
         self.ready = False
         self.pending: PendingReward | None = None
         self.deadline = time.monotonic() + start_limit_seconds
-        self._outgoing = b""
-        self._incoming = FrameBuffer()
-        self.send(spec_frame)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def receiving(self) -> bool:
-        return self._incoming.has_part
 
     def become_ready(self) -> None:
         self.ready = True
@@ -113,39 +85,6 @@ class _Process:
         self.pending.resolve(score)
         self.pending = None
         self.deadline = math.inf
-
-    def send(self, data: bytes = b"") -> bool:
-        """Send what the socket takes now; return True when nothing is left over."""
-        self._outgoing += data
-        try:
-            self._outgoing = self._outgoing[self.connection.send(self._outgoing) :]
-        except BlockingIOError:
-            pass
-        except (BrokenPipeError, ConnectionResetError):  # it died; reading will say so
-            self._outgoing = b""
-        return not self._outgoing
-
-    def receive(self) -> list[bytes] | None:
-        """Return the answers that have arrived, or None when the process is gone."""
-        try:
-            data = self.connection.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:
-            return None
-        return self._incoming.feed(data) if data else None
-
-    def end(self) -> int:
-        """Kill the process and what it started; return its exit code (its own, where it had ended before)."""
-        self.connection.close()
-        if self._popen.returncode is None:
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        return self._popen.wait()
-
-
-def _python_path() -> str:
-    inherited = os.environ.get("PYTHONPATH")
-    return _PACKAGE_ROOT if not inherited else f"{_PACKAGE_ROOT}{os.pathsep}{inherited}"
 
 
 @final
@@ -227,12 +166,12 @@ class RewardPool:
 
     def process_ids(self) -> list[int]:
         """Return the ids of the reward processes, for accounting of memory and CPU."""
-        return [process.pid for process in self._processes]
+        return [process.child.pid for process in self._processes]
 
     def close(self) -> None:
         """End all processes and what they started. Unfinished requests stay without a score."""
         while self._processes:
-            self._processes.pop().end()
+            self._processes.pop().child.end()
         self._waiting.clear()
         self._selector.close()
 
@@ -244,7 +183,7 @@ class RewardPool:
             if events & selectors.EVENT_READ:
                 self._read(process)
         now = time.monotonic()
-        for process in [late for late in self._processes if now > late.deadline and not late.receiving]:
+        for process in [late for late in self._processes if now > late.deadline and not late.child.receiving]:
             self._stop_late(process)
         self._dispatch()
 
@@ -262,13 +201,13 @@ class RewardPool:
                 self._send(process, frame(payload))
 
     def _send(self, process: _Process, data: bytes = b"") -> None:
-        all_sent = process.send(data)
+        all_sent = process.child.send(data)
         events = selectors.EVENT_READ if all_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
-        if self._selector.get_key(process.connection).events != events:
-            self._selector.modify(process.connection, events, process)
+        if self._selector.get_key(process.child.connection).events != events:
+            self._selector.modify(process.child.connection, events, process)
 
     def _read(self, process: _Process) -> None:
-        payloads = process.receive()
+        payloads = process.child.receive()
         if payloads is None:
             self._replace_dead(process)
             return
@@ -299,7 +238,7 @@ class RewardPool:
             self._failed_starts += 1
         if self._failed_starts >= _MAX_STARTS_IN_A_ROW:
             raise RewardError(
-                f"reward processes end with exit code {process.end()} before they are ready; "
+                f"reward processes end with exit code {process.child.end()} before they are ready; "
                 "what they wrote to standard error says why"
             )
         exit_code = self._replace(process)
@@ -311,11 +250,11 @@ class RewardPool:
 
     def _start(self) -> _Process:
         process = _Process(self._spec_frame, self._start_limit_seconds)
-        self._selector.register(process.connection, selectors.EVENT_READ, process)
+        self._selector.register(process.child.connection, selectors.EVENT_READ, process)
         return process
 
     def _replace(self, process: _Process) -> int:
-        self._selector.unregister(process.connection)
-        exit_code = process.end()
+        self._selector.unregister(process.child.connection)
+        exit_code = process.child.end()
         self._processes[self._processes.index(process)] = self._start()
         return exit_code

@@ -5,28 +5,22 @@ anything did. Then requests are answered one by one until the socket closes. The
 user's file does); user code sees an empty standard input and prints to standard error.
 """
 
-import ctypes
 import json
-import os
 import pickle
-import signal
-import socket
-import sys
 from dataclasses import asdict
 
+from vrl.agent.child_process import serve_parent
 from vrl.agent.rewards.scoring import make_scorer
 from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
 from vrl.agent.rewards.wire import frame, read_frame
 from vrl.protocol.errors import ConfigError
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 def main() -> None:
     """Serve the pool until it is gone."""
-    _die_with_parent(int(sys.argv[1]))
-    connection = _take_standard_input()
+    connection = serve_parent()
     spec_payload = read_frame(connection)
     if spec_payload is None:
         return
@@ -40,23 +34,6 @@ def main() -> None:
     while (payload := read_frame(connection)) is not None:
         request: RewardRequest = pickle.loads(payload)
         connection.sendall(frame(_encode(scorer(request))))
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process with its parent: a function that hangs would never see the socket close."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request was made
-        sys.exit(1)
-
-
-def _take_standard_input() -> socket.socket:
-    """Return the socket that came as standard input, out of the reach of user code and of its child processes."""
-    connection = socket.socket(fileno=os.dup(0))  # not inherited by children
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return connection
 
 
 def _encode(score: Score) -> bytes:

@@ -20,6 +20,7 @@ def make_scorer(spec: RewardSpec) -> Callable[[RewardRequest], Score]:
     Raises ConfigError when a user's function cannot be loaded or a data source of `spec` has no rule.
     """
     function_of = _function_finder(spec)
+    in_full = spec.function_path is not None
     for data_source in spec.data_sources:
         function_of(data_source)
 
@@ -27,7 +28,7 @@ def make_scorer(spec: RewardSpec) -> Callable[[RewardRequest], Score]:
         try:
             returned = function_of(request.data_source)(
                 data_source=request.data_source,
-                solution_str=request.solution_str,
+                solution_str=request.solution_str if in_full else _last_turn(request),
                 ground_truth=request.ground_truth,
                 extra_info=request.extra_info,
                 **spec.function_kwargs,
@@ -48,6 +49,11 @@ def _function_finder(spec: RewardSpec) -> Callable[[str], RewardFunction]:
         return function
 
     return same_for_all
+
+
+def _last_turn(request: RewardRequest) -> str:
+    """Return what the model said last: built-in rules must not find an answer in what a tool printed."""
+    return str((request.extra_info or {}).get("last_turn", request.solution_str))
 
 
 def score_of(returned: object) -> Score:

@@ -26,7 +26,11 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """One finished episode, as a reward function sees it."""
+    """One finished episode, as a reward function sees it.
+
+    With an environment `solution_str` is the whole conversation behind the prompt, and `extra_info` also has the keys
+    of `Episode.reward_prompt`. Built-in rules get the last turn as their `solution_str`.
+    """
 
     data_source: str
     solution_str: str

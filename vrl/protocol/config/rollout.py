@@ -32,8 +32,11 @@ class AgentConfig:
     max_turns: int = 1  # model turns
     single_response_max_tokens: int | None = None  # tokens a turn; null: what is left of the response
     custom_stop: tuple[str, ...] = ()  # strings that end a turn
+    environments: OpenDict = field(default_factory=OpenDict)  # open: {env_name: {class: module:factory, ...}}
     concurrent_workers: int = 2  # tool processes a rollout worker
-    episode_timeout: float = 600.0  # seconds of wall clock
+    episode_timeout: float = 600.0  # seconds of wall clock, of an episode with an environment
+    max_images: int = 8  # images that the observations of an episode bring; one more ends it
+    max_image_pixels: int = 16777216  # pixels an image of an observation; a larger one becomes a text that says so
     max_retries: int = 1  # new tries of an episode that failed outside the model
     max_failed_ratio: float = 0.5  # share of failed episodes in a step that stops the run
     environments: OpenDict = field(default_factory=OpenDict)  # open: {env_name: {class, config}}, beside those built in
@@ -83,7 +86,7 @@ class RolloutConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 on GPU, float32 on CPU
     free_cache_engine: bool = True  # the engine gives its memory back while the learner works
     seed: int | None = None  # of sampling; null: trainer.seed
-    limit_images: int | None = None  # images a row, tool images included; null: as many as the longest row has
+    limit_images: int | None = None  # images a row; null: of the row that has most, and agent.max_images with tools
     log_prob_micro_batch_size_per_gpu: int | None = None  # rows, for old log-probs; null: the actor's
     log_prob_max_token_len_per_gpu: int | None = None  # tokens, for old log-probs; null: the actor's
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)

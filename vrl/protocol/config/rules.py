@@ -24,7 +24,6 @@ GROUP_ESTIMATORS = (
 WITHOUT_EFFECT = (
     f"{_MODEL}.external_lib",
     f"{_ACTOR}.checkpoint.load_contents",
-    *(f"{_ROLLOUT}.agent.{name}" for name in ("concurrent_workers", "episode_timeout", "max_retries")),
     *(
         f"{_ROLLOUT}.multi_turn.{name}"
         for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
@@ -235,9 +234,6 @@ def _not_supported(config: Config) -> Messages:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
-    turns = config.actor_rollout_ref.rollout.agent.max_turns
-    if turns > 1:
-        yield f"{_ROLLOUT}.agent.max_turns={turns} is not supported in this version: set it to 1"
     if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
         yield f"{_ROLLOUT}.multi_turn.tool_config_path is not supported in this version: set it to null"
 
@@ -346,6 +342,15 @@ def _effect_warnings(config: Config) -> Messages:
             yield f"{key}={value_of(config, key)} has no effect in this version"
 
 
+def _agent_warnings(config: Config) -> Messages:
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.environments and agent.max_turns == 1:
+        yield (
+            f"{_ROLLOUT}.agent.environments is set, but agent.max_turns=1: no model sees what an environment answers; "
+            "set max_turns=4, for example"
+        )
+
+
 def _run_warnings(config: Config) -> Messages:
     trainer = config.trainer
     roles = {
@@ -375,5 +380,6 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _group_warnings,
     _size_warnings,
     _effect_warnings,
+    _agent_warnings,
     _run_warnings,
 )
