@@ -67,11 +67,11 @@ class RolloutWorker:
 
     @classmethod
     def build(cls, context: BuildContext) -> Self:
-        """Start the engine and, on leaders, the reward processes."""
+        """Start the engine and, on leaders, the reward processes where reward functions count."""
         config = context.config
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
-        scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
+        scorer: Scorer = _reward_pool(config) if place.is_leader and config.scores_by_rule else Unscored()
         return cls(engine, scorer, context, place)
 
     @register(Dispatch.ALL)
