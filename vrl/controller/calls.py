@@ -1,7 +1,7 @@
 """Waits for calls on worker processes: results in order; the first failure, or the death of any process, ends the wait.
 
-driver --call--> processes of one pool      pending results are looked at all the time,
-   \--ping---> idle processes of the others every few seconds, so that a death there is found too
+driver --call--> processes of one pool            results are taken as they come
+       --ping--> idle processes of all others     every few seconds, so that a death there is found, too
 """
 
 from collections.abc import Mapping, Sequence

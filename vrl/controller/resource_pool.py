@@ -79,9 +79,13 @@ def reserve(specs: Sequence[PoolSpec], timeout_seconds: float) -> list[ResourceP
 
 def check_cluster(specs: Sequence[PoolSpec]) -> None:
     """Raise ConfigError when the cluster is smaller than all pools together."""
+    check_size(specs, int(ray.cluster_resources().get("GPU" if specs[0].gpus else "CPU", 0.0)))
+
+
+def check_size(specs: Sequence[PoolSpec], have: int) -> None:
+    """Raise ConfigError when `have` GPUs (or CPU cores) are too few for all pools together."""
     gpus = specs[0].gpus
     kind = "GPU" if gpus else "CPU"
-    have = int(ray.cluster_resources().get(kind, 0.0))
     units = [1 if gpus else spec.cpus_per_rank for spec in specs]
     need = sum(spec.world_size * unit for spec, unit in zip(specs, units, strict=True))
     if have >= need:

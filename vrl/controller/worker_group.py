@@ -69,7 +69,7 @@ class ProcessGroup:
                 master_address=address,
                 master_port=port,
                 device=device,
-                cores=_cores(spec, rank % spec.ranks_per_node) if not spec.gpus else (),
+                cores=() if spec.gpus else cores(spec, rank % spec.ranks_per_node, sorted(os.sched_getaffinity(0))),
                 threads=spec.cpus_per_rank,
             )
             options = host.options(
@@ -215,12 +215,11 @@ def _allocator() -> dict[str, str]:
     return {"LD_PRELOAD": f"{library}:{given}" if given else str(library), "MALLOC_CONF": settings}
 
 
-def _cores(spec: PoolSpec, local_rank: int) -> tuple[int, ...]:
-    """Return the cores of a rank: neighbours, in the order the machine allows them, after those of the pools before.
+def cores(spec: PoolSpec, local_rank: int, allowed: Sequence[int]) -> tuple[int, ...]:
+    """Return the cores of a rank: neighbours among the `allowed` ones, after those of the pools before.
 
     None where there are too few left: such a process is not bound.
     """
-    allowed = sorted(os.sched_getaffinity(0))
     first = spec.first_core + local_rank * spec.cpus_per_rank
     chosen = allowed[first : first + spec.cpus_per_rank]
     return tuple(chosen) if len(chosen) == spec.cpus_per_rank else ()
