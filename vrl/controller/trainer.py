@@ -72,7 +72,8 @@ class Plan:
     val_before_train: bool
     critic_warmup: int
     seed: int
-    ranks: int
+    ranks: int  # of actor and rollout
+    total_ranks: int  # of all pools
     max_failed_ratio: float
     max_steps_without_samples: int
     max_nonfinite_steps: int
@@ -234,7 +235,7 @@ class Trainer:
             **metrics,
             **generated.timing,
             **timer.seconds,
-            **performance_metrics(timer.seconds, batch, self.plan.ranks),
+            **performance_metrics(timer.seconds, batch, self.plan.total_ranks),
         }
 
     def _due(self, freq: int) -> bool:
