@@ -1,15 +1,19 @@
 """Which names a run can feed, and when old log-probs take a pass of their own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models.reward_folders import build_reward_model
 from vrl.algorithms.advantages.registry import get_advantage, known_advantages
-from vrl.controller.launch import known_names
+from vrl.controller.launch import check_reward_model, known_names
 from vrl.controller.run import needs_old_log_probs
+from vrl.models.tiny import build_tiny_model
 from vrl.protocol.config.builder import build
 from vrl.protocol.config.rules import GROUP_ESTIMATORS
 from vrl.protocol.config.schema import VALUE_ESTIMATORS
+from vrl.protocol.errors import ConfigError
 
 ONE_UPDATE = {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
 
@@ -41,3 +45,25 @@ def test_losses_that_choose_tokens_can_be_run_and_those_over_groups_cannot():
 )
 def test_one_update_gives_its_own_old_log_probs_unless_the_driver_wants_them(changes: dict[str, Any], wanted: bool):
     assert needs_old_log_probs(build({**ONE_UPDATE, **changes})) is wanted
+
+
+def test_a_reward_model_that_cannot_work_is_refused_before_anything_starts(tmp_path: Path):
+    policy = build_tiny_model("qwen2", tmp_path / "policy", ["what is 3 + 4", "the answer"], seed=1)
+    reward = build_reward_model(policy, tmp_path / "reward", seed=2)
+    other = build_tiny_model("qwen2", tmp_path / "other", ["quite other words", "in another language"], seed=1)
+
+    def check(path: Path, **settings: Any) -> None:
+        model = {"path": str(path), "input_tokenizer": settings.pop("input_tokenizer", None)}
+        values = {"actor_rollout_ref": {"model": {"path": str(policy)}}}
+        check_reward_model(build({**values, "reward_model": {"enable": True, "model": model, **settings}}))
+
+    check(reward)
+    check(reward, max_length=4096, ulysses_sequence_parallel_size=2, input_tokenizer=str(policy))
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM, which gives no score a row"):
+        check(policy)
+    with pytest.raises(ConfigError, match=r"max_length=4097.* has 4096 positions: set max_length=4096 or null"):
+        check(reward, max_length=4097)
+    with pytest.raises(ConfigError, match=r"reward_model\.ulysses_sequence_parallel_size=3 does not fit"):
+        check(reward, ulysses_sequence_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"another tokenizer.*set reward_model\.model\.input_tokenizer="):
+        check(build_reward_model(other, tmp_path / "foreign", seed=2))

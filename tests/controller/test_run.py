@@ -38,6 +38,8 @@ PPO = (
     "trainer.test_freq=-1",
 )
 
+OWN_POOL = ("critic.resource_pool.enable=True", "critic.resource_pool.n_gpus_per_node=1")
+
 
 def command(folder: Path, settings: Sequence[str]) -> list[str]:
     run = [f"trainer.default_local_dir={folder}", *BASE, *settings]
@@ -143,6 +145,16 @@ def test_ranks_that_share_sequences_train_alike(root: Path, ppo: Path) -> None:
                  "critic/grad_norm", "critic/values/mean", "critic/score/mean"):  # fmt: skip
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-4, abs=1e-6), name
     assert found[1]["training/rollout_probs_diff_mean"] <= 1e-5
+
+
+def test_a_critic_on_a_pool_of_its_own_trains_alike(root: Path, ppo: Path) -> None:
+    found, wanted = (metrics_of(folder) for folder in (train(root, "pool", [*PPO, *OWN_POOL]), ppo))
+    assert [step.keys() for step in found] == [step.keys() for step in wanted]
+    for step, other in zip(found, wanted, strict=True):
+        for name in step:
+            # The first weights are equal; after an update, rounding in it grows.
+            tolerance = 1e-5 if step is found[0] else 1e-3
+            assert step[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance * 1e-2), name
 
 
 def test_rollout_correction_and_clip_cov_in_two_steps(root: Path) -> None:

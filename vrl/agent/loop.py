@@ -351,7 +351,7 @@ class LockStepSource:
 
 @final
 class Unscored:
-    """The scorer of ranks that only follow their engine's leader: every score is 0 and is thrown away."""
+    """Every score is 0: where ranks only follow their engine's leader, or a reward model alone will score."""
 
     def submit(self, prompt: Prompt, response_text: str) -> "Unscored":  # noqa: ARG002  (part of the interface)
         """Return itself as the pending score."""

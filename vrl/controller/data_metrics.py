@@ -22,7 +22,10 @@ from vrl.protocol.columns import (
     PROMPT_LENGTH,
     RETURNS,
     REWARD_BASELINES,
+    RM_CUT_TOKENS,
+    RM_SCORES,
     ROLLOUT_LOG_PROBS,
+    RULE_SCORES,
     SAMPLE_INDEX,
     SCORE_EXTRA,
     STOP_REASON,
@@ -39,6 +42,11 @@ from vrl.protocol.trajectory import StopReason
 _SECONDS = "timing_s/"
 _STAGES_OVER_ALL_TOKENS = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 _ROW_SUMS = {TOKEN_LEVEL_SCORES: "critic/score", TOKEN_LEVEL_REWARDS: "critic/rewards"}
+_OF_ROWS = {
+    REWARD_BASELINES: "critic/reward_baselines",
+    RM_SCORES: "reward_model/score",
+    RULE_SCORES: "reward_model/rule_score",
+}
 _SAMPLED = {ADVANTAGES: "critic/advantages", RETURNS: "critic/returns", VALUES: "critic/values"}
 
 
@@ -55,8 +63,11 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     for column, name in _ROW_SUMS.items():
         if column in batch:
             out |= _spread(name, row_sums(batch, column))
-    if REWARD_BASELINES in batch:
-        out |= _spread("critic/reward_baselines", batch.dense(REWARD_BASELINES))
+    for column, name in _OF_ROWS.items():
+        if column in batch:
+            out |= _spread(name, batch.dense(column))
+    if RM_CUT_TOKENS in batch:
+        out["reward_model/truncated_rows"] = float((batch.dense(RM_CUT_TOKENS) > 0).sum())
     for column, name in _SAMPLED.items():
         if column in batch:
             out |= _spread(name, batch.ragged(column).values[mask])

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from vrl.controller.data_metrics import row_sums
-from vrl.controller.roles import Generated, Rollout
+from vrl.controller.roles import Generated, NoRewardModel, Rollout, Scores
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.tracking import Sample
 from vrl.controller.validation_metrics import validation_metrics
@@ -24,6 +24,7 @@ class Evaluation:
     greedy_beside: bool
     files: RolloutFiles
     show: Callable[[Sequence[Sample], int], None]  # some of the episodes, with the step
+    reward: Scores = field(default_factory=NoRewardModel)
 
     def run(self, rollout: Rollout, step: int) -> dict[str, float]:
         """Return `val-core/*`, `val-aux/*` and the seconds it took."""
@@ -31,12 +32,13 @@ class Evaluation:
             return {}
         begin = time.perf_counter()
         # The step is left out of the seeds: the same weights give the same answers whenever they are asked.
-        generated = rollout.generate(self.prompts, self.sampling, 0)
+        generated = self.reward.score(rollout.generate(self.prompts, self.sampling, 0))
         self.files.write(generated, step)
         self.show(_samples(generated), step)
         metrics = _metrics(generated)
         if self.greedy_beside and not self.sampling.greedy:
-            greedy = rollout.generate(self.prompts, replace(self.sampling, temperature=0.0, n=1), 0)
+            sampling = replace(self.sampling, temperature=0.0, n=1)
+            greedy = self.reward.score(rollout.generate(self.prompts, sampling, 0))
             metrics |= {
                 _greedy_name(name): value for name, value in _metrics(greedy).items() if name.endswith("mean@1")
             }

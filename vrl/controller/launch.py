@@ -7,15 +7,18 @@ from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
 from vrl.controller.corrections import correction_params
+from vrl.controller.pools import pool_specs
 from vrl.controller.prepare import prepare
-from vrl.controller.run import assembled, pool_spec
+from vrl.controller.run import assembled
 from vrl.controller.run_folder import RunFolder
 from vrl.controller.tracking import LOGGERS
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import start_ray
-from vrl.models.loading import head_counts
+from vrl.models.loading import head_counts, read_reward_config
+from vrl.models.renderer import check_same_tokenizer, load_renderer
 from vrl.protocol.config.rules import KnownNames, check, check_heads
 from vrl.protocol.config.schema import Config
+from vrl.protocol.errors import ConfigError
 
 
 def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
@@ -37,7 +40,7 @@ def fine_tune(config: Config, gpus: bool) -> str:
     prepare(config)
     start_ray(config, gpus)
     try:
-        return warm_started(config, pool_spec(config, gpus)).actor_rollout_ref.model.path
+        return warm_started(config, pool_specs(config, gpus)[0]).actor_rollout_ref.model.path
     finally:
         ray.shutdown()
 
@@ -75,3 +78,25 @@ def check_model(config: Config) -> None:
     }
     for key, size in sizes.items():
         check_heads(heads.query, heads.key_value, size, key)
+    if config.reward_model.enable:
+        check_reward_model(config)
+
+
+def check_reward_model(config: Config) -> None:
+    """Refuse a folder that is no reward model, and a tokenizer that does not fit the rows' ids."""
+    reward = config.reward_model
+    assert reward.model.path is not None, "the rules ask for it"
+    path, trust = reward.model.path, reward.model.trust_remote_code
+    found = read_reward_config(path, trust_remote_code=trust)
+    heads = head_counts(path, trust_remote_code=trust)
+    key = "reward_model.ulysses_sequence_parallel_size"
+    check_heads(heads.query, heads.key_value, reward.ulysses_sequence_parallel_size, key)
+    if reward.max_length is not None and found.positions is not None and reward.max_length > found.positions:
+        raise ConfigError(
+            f"reward_model.max_length={reward.max_length}, but {path} has {found.positions} positions: set "
+            f"max_length={found.positions} or null"
+        )
+    if reward.model.input_tokenizer is not None:
+        load_renderer(path, trust_remote_code=trust)
+    else:
+        check_same_tokenizer(config.tokenizer_path, path, trust_remote_code=trust)

@@ -1,6 +1,6 @@
 """The roles as the training loop sees them: verbs on batches. A role that a run does not need is a null object."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -33,8 +33,11 @@ class Values(Protocol):
         """Return the value of the prefix before each token; no column at all when nobody needs it."""
         ...
 
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """Learn the returns, one optimizer step a mini-batch of column `mini_batch`; return metrics."""
+    def update(self, batch: DataProto) -> Callable[[], dict[str, float]]:
+        """Learn the returns, one optimizer step a mini-batch of column `mini_batch`.
+
+        Return what waits for the end and gives the metrics: on processes of its own a critic learns beside the actor.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -43,14 +46,6 @@ class Values(Protocol):
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
-        ...
-
-
-class Scores(Protocol):
-    """Adds scores that the rollout could not give by itself."""
-
-    def score(self, batch: DataProto) -> DataProto:
-        """Return the columns to add, or to put in place of those of the rollout."""
         ...
 
 
@@ -63,6 +58,14 @@ class Generated:
     failed: DataProto
     policy_version: int
     timing: dict[str, float]
+
+
+class Scores(Protocol):
+    """Adds scores that the rollout could not give by itself."""
+
+    def score(self, generated: Generated) -> Generated:
+        """Return what was generated, with the scores of its rows completed."""
+        ...
 
 
 @final
@@ -153,18 +156,23 @@ class Reference:
 
 @final
 class Critic:
-    """The value model."""
+    """The value model. With `beside` it has processes of its own, and the caller need not wait for its update."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, beside: bool = False) -> None:
         self._group = group
+        self._beside = beside
 
     def values(self, batch: DataProto) -> DataProto:
         """Return the value of the prefix before each token."""
         return self._group.call("values", batch)
 
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step a mini-batch of column `mini_batch`; return metrics."""
-        return self._group.call("update", batch)
+    def update(self, batch: DataProto) -> Callable[[], dict[str, float]]:
+        """Take one optimizer step a mini-batch of column `mini_batch`; return what gives the metrics."""
+        wait = self._group.start("update", batch)
+        if self._beside:
+            return wait
+        metrics = wait()
+        return lambda: metrics
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer into a new folder."""
@@ -192,9 +200,9 @@ class NoCritic:
         """Return no column."""
         return NOTHING
 
-    def update(self, batch: DataProto) -> dict[str, float]:  # noqa: ARG002  (part of the interface)
-        """Return no metrics: nothing learns."""
-        return {}
+    def update(self, batch: DataProto) -> Callable[[], dict[str, float]]:  # noqa: ARG002  (part of the interface)
+        """Give no metrics: nothing learns."""
+        return dict
 
     def save(self, folder: Path) -> None:
         """Write nothing; the checkpoint has no folder for a critic."""
@@ -207,6 +215,6 @@ class NoCritic:
 class NoRewardModel:
     """Scores come from the reward processes while episodes run; nothing is left to do."""
 
-    def score(self, batch: DataProto) -> DataProto:  # noqa: ARG002  (part of the interface)
-        """Return no column."""
-        return NOTHING
+    def score(self, generated: Generated) -> Generated:
+        """Return what was generated, as it is."""
+        return generated

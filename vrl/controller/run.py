@@ -1,7 +1,7 @@
 """Puts a run together from its settings: Ray, pool, roles, data, trainer. Called by the command line."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +18,17 @@ from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.corrections import corrections, token_choice
 from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.evaluation import Evaluation
+from vrl.controller.pools import Pools, pool_specs
 from vrl.controller.prompt_queue import start_queue
-from vrl.controller.resource_pool import PoolSpec, ResourcePool
-from vrl.controller.roles import Actor, Critic, NoCritic, NoLogProbs, NoRewardModel, Reference, Rollout
+from vrl.controller.resource_pool import check_cluster
+from vrl.controller.reward_model import RewardModel, check_text_only
+from vrl.controller.roles import Actor, Critic, NoCritic, NoLogProbs, NoRewardModel, Reference, Rollout, Scores
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run_folder import RunFolder
 from vrl.controller.tracking import Tracker
 from vrl.controller.trainer import MiniBatches, Outputs, Plan, Roles, Trainer
 from vrl.controller.warm_start import warm_started
-from vrl.controller.worker_group import ProcessGroup, WorkerGroup, start_ray
+from vrl.controller.worker_group import WorkerGroup, start_ray
 from vrl.data.dataset import RowDataset, load_rows
 from vrl.data.filtering import filter_rows, overlong_policy
 from vrl.data.loader import PromptLoader, ordered_batches
@@ -113,18 +115,6 @@ def total_steps(config: Config, loader: PromptLoader) -> int:
     return config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
 
 
-def pool_spec(config: Config, gpus: bool) -> PoolSpec:
-    """Return the one pool of a run: all roles are colocated in its processes, one a rank."""
-    trainer = config.trainer
-    return PoolSpec(
-        name="global",
-        ranks_per_node=trainer.n_gpus_per_node,
-        nodes=trainer.nnodes,
-        gpus=gpus,
-        cpus_per_rank=trainer.cpu_threads_per_rank,
-    )
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -132,7 +122,7 @@ class Started:
 
     config: Config
     data: RunData
-    processes: ProcessGroup
+    processes: Pools
 
 
 @contextmanager
@@ -140,14 +130,18 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
     """Yield processes without a role yet; end all of them afterwards, also after a failure."""
     start_ray(config, gpus)
     try:
-        spec = pool_spec(config, gpus)
-        config = warm_started(config, spec)
+        specs = pool_specs(config, gpus)
+        check_cluster(specs)
+        config = warm_started(config, specs[0])
         model = config.actor_rollout_ref.model
         renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
         data = load_data(config, renderer, checked_environments(config, renderer))
         config = with_image_limit(config, data.most_images)
-        check_rewards(reward_spec(config))
-        processes = ProcessGroup(ResourcePool(spec, config.trainer.worker_start_timeout), config)
+        if config.scores_by_rule:
+            check_rewards(reward_spec(config))
+        if config.reward_model.enable:
+            check_text_only(config, data.most_images)
+        processes = Pools(specs, config)
         try:
             yield Started(config, data, processes)
             processes.close()
@@ -171,7 +165,10 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
             outputs = Outputs(
                 tracker=tracker,
                 rollout_files=RolloutFiles(Path(config.trainer.rollout_data_dir or folder.rollouts)),
-                evaluation=_evaluation(config, run.data.validation, folder.validation, tracker),
+                evaluation=replace(
+                    _evaluation(config, run.data.validation, folder.validation, tracker),
+                    reward=reward_role(config, groups),
+                ),
                 checkpoints=checkpoints,
             )
             yield trainer_over(config, groups, loader, steps, outputs)
@@ -184,6 +181,8 @@ def role_names(config: Config) -> list[str]:
         names.append("reference")
     if config.needs_critic:
         names.append("critic")
+    if config.reward_model.enable:
+        names.append("reward_model")
     return [*names, "rollout"]
 
 
@@ -206,11 +205,11 @@ def trainer_over(
         rollout=rollout,
         rollout_group=groups["rollout"],
         baseline=GreedyBaseline(rollout, sampling) if advantage.estimator.needs_reward_baselines else NoBaseline(),
-        reward=NoRewardModel(),
+        reward=reward_role(config, groups),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
         reference=Reference(groups["reference"]) if config.needs_reference else NoLogProbs(),
-        critic=Critic(groups["critic"]) if config.needs_critic else NoCritic(),
+        critic=Critic(groups["critic"], beside="critic" in config.own_pools) if config.needs_critic else NoCritic(),
     )
     policy = config.actor_rollout_ref.actor
     return Trainer(
@@ -234,6 +233,12 @@ def trainer_over(
         _plan(config, steps),
         outputs,
     )
+
+
+def reward_role(config: Config, groups: Mapping[str, WorkerGroup]) -> Scores:
+    """Return who adds to the scores of the reward functions."""
+    reward = config.reward_model
+    return RewardModel(groups["reward_model"], reward.weight, reward.rule_weight) if reward.enable else NoRewardModel()
 
 
 def needs_old_log_probs(config: Config) -> bool:
@@ -275,6 +280,7 @@ def _plan(config: Config, steps: int) -> Plan:
         critic_warmup=trainer.critic_warmup,
         seed=trainer.seed,
         ranks=config.world_size,
+        total_ranks=config.total_ranks,
         max_failed_ratio=config.actor_rollout_ref.rollout.agent.max_failed_ratio,
         max_steps_without_samples=trainer.max_steps_without_samples,
         max_nonfinite_steps=trainer.max_nonfinite_steps,

@@ -79,7 +79,8 @@ class Plan:
     val_before_train: bool
     critic_warmup: int
     seed: int
-    ranks: int
+    ranks: int  # of actor and rollout
+    total_ranks: int  # of all pools
     max_failed_ratio: float
     max_steps_without_samples: int
     max_nonfinite_steps: int
@@ -106,12 +107,13 @@ class Timers:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time the block as `timing_s/<stage>`, also when it fails."""
+        """Add the block's time to `timing_s/<stage>`, also when it fails."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[f"timing_s/{stage}"] = time.perf_counter() - begin
+            name = f"timing_s/{stage}"
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @final
@@ -170,12 +172,12 @@ class Trainer:
                 generated = roles.rollout.generate(prompts, self.sampling, self.global_step)
             with timer("gen_max"):
                 generated = roles.baseline.beside(generated, prompts, self.global_step)
+            with timer("reward_model"):
+                generated = roles.reward.score(generated)
             batch = self._usable(generated)
             if not len(batch):
                 return self._without_samples(generated, timer)
             roles.rollout.sleep()
-            with timer("reward_model"):
-                batch |= roles.reward.score(batch)
             with timer("old_log_prob"):
                 batch |= roles.old_policy.log_probs(batch)
             with timer("ref"):
@@ -187,10 +189,12 @@ class Trainer:
                 batch |= self.advantage(batch)
                 learnt, metrics = self.corrections(batch)
             with timer("update_critic"):
-                metrics |= roles.critic.update(self.critic_batches.assign(learnt, self._update_seed()))
+                critic_metrics = roles.critic.update(self.critic_batches.assign(learnt, self._update_seed()))
             if self.global_step > self.plan.critic_warmup:
                 with timer("update_actor"):
                     metrics |= roles.actor.update(self.actor_batches.assign(learnt, self._update_seed()))
+            with timer("update_critic"):  # on a pool of its own it has learned beside the actor
+                metrics = critic_metrics() | metrics
             with timer("update_weights"):  # also when the critic alone has learned: it wakes the engines
                 self.policy_version += 1
                 roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
@@ -238,7 +242,7 @@ class Trainer:
             **metrics,
             **generated.timing,
             **timer.seconds,
-            **performance_metrics(timer.seconds, batch, self.plan.ranks),
+            **performance_metrics(timer.seconds, batch, self.plan.total_ranks),
             **balance_metrics(batch, self.plan.ranks),
             "perf/cpu_memory_used_gb": memory_used_gb(own_processes()),
         }

@@ -22,10 +22,10 @@ from typing import final
 import torch
 
 import vrl
+from vrl.controller.pools import Pools
 from vrl.controller.progress import stage
-from vrl.controller.resource_pool import PoolSpec, ResourcePool
+from vrl.controller.resource_pool import PoolSpec
 from vrl.controller.roles import Actor
-from vrl.controller.worker_group import ProcessGroup
 from vrl.data.dataset import RowDataset, load_rows
 from vrl.data.loader import PromptLoader
 from vrl.models.renderer import HFRenderer, load_renderer
@@ -86,8 +86,7 @@ def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
     policy = config.actor_rollout_ref
     trained = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
     renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
-    pool = ResourcePool(spec, config.trainer.worker_start_timeout)
-    processes = ProcessGroup(pool, trained)
+    processes = Pools([spec], trained)
     try:
         actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1), trained)["actor"])
         steps, loss = _learn(config, actor, renderer)

@@ -1,5 +1,7 @@
 """Worker groups: the processes of a pool, and each role in them as one object whose methods run on all ranks.
 
+`pools.Pools` makes the groups of a run.
+
 The driver calls `group.call(method, batch, ...)`; the method's own declaration says how rows are cut and joined.
 
     driver --share of rows--> rank 0..n-1 (WorkerHost: actor, critic, reference, rollout in one process)
@@ -8,17 +10,18 @@ The driver calls `group.call(method, batch, ...)`; the method's own declaration 
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from vrl.controller.resource_pool import ResourcePool, free_port
+from vrl.controller.calls import Calls, Place
+from vrl.controller.resource_pool import PoolSpec, ResourcePool, free_port
 from vrl.protocol.columns import INPUT_IDS, MINI_BATCH
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
@@ -32,29 +35,29 @@ from vrl.protocol.dispatch import (
     row_shares,
     to_ranks,
 )
-from vrl.protocol.errors import ConfigError, DataError, WorkerError
+from vrl.protocol.errors import WorkerError
 from vrl.protocol.metrics import reduce_metrics
 from vrl.workers.host import ROLE_CLASSES, RunLength, WorkerHost
 from vrl.workers.process import RankPlace, environment
 
-_LOG = logging.getLogger(__name__)
-_POLL_SECONDS = 5.0
-_DEATH_SECONDS = 3.0  # how long after a failed call another rank's death may become known
+_CLOSE_SECONDS = 10.0
 
 
 @final
 class ProcessGroup:
-    """The worker processes of one pool."""
+    """The worker processes of one pool. They meet at `port` when all are on this machine."""
 
-    def __init__(self, pool: ResourcePool, config: Config) -> None:
+    def __init__(self, pool: ResourcePool, config: Config, calls: Calls, port: int) -> None:
         self.pool = pool
+        self.calls = calls
+        self.closing: list[Any] = []
         spec = pool.spec
         device = "cuda" if spec.gpus else "cpu"
         env = dict(environment(device, spec.cpus_per_rank))
         if not spec.gpus:
             env |= _allocator()
         host = ray.remote(WorkerHost)
-        address, port = _rendezvous(pool)
+        address, port = _rendezvous(pool, port)
         self.handles: list[ActorHandle] = []
         for rank in range(spec.world_size):
             group, bundle = pool.place(rank)
@@ -66,7 +69,7 @@ class ProcessGroup:
                 master_address=address,
                 master_port=port,
                 device=device,
-                cores=_cores(rank % spec.ranks_per_node, spec.cpus_per_rank) if not spec.gpus else (),
+                cores=() if spec.gpus else cores(spec, rank % spec.ranks_per_node, sorted(os.sched_getaffinity(0))),
                 threads=spec.cpus_per_rank,
             )
             options = host.options(
@@ -78,36 +81,27 @@ class ProcessGroup:
             )
             # Ray types what it returns as handle or class, for completion in editors; it is a handle.
             self.handles.append(cast(ActorHandle, options.remote(place, config)))
+            calls.watch(self.place(rank), self.handles[-1])
 
-    def build(self, roles: Sequence[str], length: RunLength, config: Config) -> dict[str, "WorkerGroup"]:
-        """Build roles in every process, in order, in place of those that are there; return a handle for each."""
-        self.gather(
-            [handle.build.remote(list(roles), length, config) for handle in self.handles],
-            f"building {', '.join(roles)}",
-        )
-        return {role: WorkerGroup(self, role, config.sequence_parallel_size(role)) for role in roles}
+    def place(self, rank: int) -> Place:
+        """Return the name of a process."""
+        return Place(self.pool.spec.name, rank)
 
-    def gather(self, refs: Sequence[Any], what: str) -> list[Any]:
-        """Return all results in rank order; the first failure ends the wait at once.
+    def start_build(self, roles: Sequence[str], length: RunLength, config: Config) -> list[tuple[Place, Any]]:
+        """Let every process build roles, in order, in place of those that are there; return the calls."""
+        return [
+            (self.place(rank), handle.build.remote(list(roles), length, config))
+            for rank, handle in enumerate(self.handles)
+        ]
 
-        The other ranks may then stand in a collective for good, so a failed call means the end of the run.
-        """
-        index = {ref: rank for rank, ref in enumerate(refs)}
-        results: list[Any] = [None] * len(refs)
-        pending = list(refs)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
-            for ref in done:
-                try:
-                    results[index[ref]] = ray.get(ref)
-                except (RayTaskError, RayActorError) as error:
-                    raise _failure(error, index[ref], {ref: index[ref] for ref in pending}, what) from error
-        return results
+    def start_close(self) -> None:
+        """Let all processes end in order."""
+        self.closing = [handle.close.remote() for handle in self.handles]
 
     def close(self) -> None:
-        """End all processes, in order where they still answer."""
+        """Wait for the processes to end, and end those that do not answer."""
         try:
-            ray.wait([handle.close.remote() for handle in self.handles], num_returns=len(self.handles), timeout=10.0)
+            ray.wait(self.closing, num_returns=len(self.closing), timeout=_CLOSE_SECONDS)
         finally:
             self.kill()
 
@@ -143,75 +137,59 @@ class WorkerGroup:
 
         The first argument of a row method is the batch. Rows come back in the caller's order; metrics are merged.
         """
+        return self.start(method, *arguments)()
+
+    def start(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Send a call off; return what waits for its result. A process takes its calls in the order they were sent."""
         spec = method_spec(self._class, method)
         if spec.dispatch is Dispatch.ALL:
-            return self._gather(method, [arguments] * self.world_size)
+            return self._send(method, [arguments] * self.world_size)
         batch, *others = arguments
         check_columns(spec, batch)
         if spec.dispatch is Dispatch.ROWS:
             return self._rows(spec, method, batch, others)
         return self._mini_batches(method, batch, others)
 
-    def _rows(self, spec: MethodSpec, method: str, batch: DataProto, others: list[Any]) -> DataProto:
+    def _rows(self, spec: MethodSpec, method: str, batch: DataProto, others: list[Any]) -> Callable[[], DataProto]:
         shares = row_shares(batch.ragged(INPUT_IDS).lengths.tolist(), self.data_parallel_size)
-        parts = self._gather_shares(method, [(batch.rows(share), *others) for share in shares])
-        order = torch.tensor([row for share in shares for row in share])
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        filled = [part for part in parts if len(part)]
-        result = concat(filled).rows(back)
-        absent = set(spec.returns) - result.names()
-        if absent:
-            raise WorkerError(f"{spec.name} declares that it returns {sorted(absent)}, but did not")
-        return result
+        parts = self._send_shares(method, [(batch.rows(share), *others) for share in shares])
+        return lambda: _in_order(spec, parts(), shares)
 
-    def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> dict[str, float]:
+    def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> Callable[[], dict[str, float]]:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist()
         shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.data_parallel_size)
         slim = batch.drop([MINI_BATCH])
-        return reduce_metrics(
-            self._gather_shares(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
-        )
+        parts = self._send_shares(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
+        return lambda: reduce_metrics(parts())
 
-    def _gather_shares(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        results = self._gather(method, to_ranks(arguments, self._ranks_a_share))
-        return from_ranks(results, self._ranks_a_share)
+    def _send_shares(self, method: str, arguments: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+        results = self._send(method, to_ranks(arguments, self._ranks_a_share))
+        return lambda: from_ranks(results(), self._ranks_a_share)
 
-    def _gather(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        refs = [
-            handle.call.remote(self.role, method, *given)
-            for handle, given in zip(self._processes.handles, arguments, strict=True)
+    def _send(self, method: str, arguments: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+        calls = [
+            (self._processes.place(rank), handle.call.remote(self.role, method, *given))
+            for rank, (handle, given) in enumerate(zip(self._processes.handles, arguments, strict=True))
         ]
-        return self._processes.gather(refs, f"{self.role}.{method}")
+        return partial(self._processes.calls.results, calls, f"{self.role}.{method}")
 
 
-def _failure(error: RayTaskError | RayActorError, rank: int, pending: Mapping[Any, int], what: str) -> Exception:
-    """Return the error to raise. A dead process breaks its peers' collectives, and their complaints may come first."""
-    if isinstance(error, RayActorError):
-        return _died(error, rank, what)
-    late = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_SECONDS)[0] if pending else []
-    for ref in late:
-        try:
-            ray.get(ref)
-        except RayActorError as death:
-            return _died(death, pending[ref], what)
-        except RayTaskError:
-            continue
-    if isinstance(error.cause, ConfigError | DataError):
-        return error.cause
-    return WorkerError(f"{what} failed on rank {rank}: {type(error.cause).__name__}: {error.cause}\n{error}")
+def _in_order(spec: MethodSpec, parts: Sequence[DataProto], shares: Sequence[Sequence[int]]) -> DataProto:
+    """Return the rows of all shares in the caller's order."""
+    order = torch.tensor([row for share in shares for row in share])
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    result = concat([part for part in parts if len(part)]).rows(back)
+    absent = set(spec.returns) - result.names()
+    if absent:
+        raise WorkerError(f"{spec.name} declares that it returns {sorted(absent)}, but did not")
+    return result
 
 
-def _died(error: RayActorError, rank: int, what: str) -> WorkerError:
-    return WorkerError(
-        f"{what}: the process of rank {rank} died (killed, or out of memory: see `dmesg` and the worker log): {error}"
-    )
-
-
-def _rendezvous(pool: ResourcePool) -> tuple[str, int]:
-    """Return address and port of rank 0's machine for the process group."""
+def _rendezvous(pool: ResourcePool, port: int) -> tuple[str, int]:
+    """Return address and port of rank 0's machine for the process group; `port` is free on this one."""
     if pool.spec.nodes == 1:
-        return "127.0.0.1", free_port()
+        return "127.0.0.1", port
     group, bundle = pool.place(0)
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     probe = ray.remote(_address_and_port).options(num_cpus=0, scheduling_strategy=strategy)
@@ -237,11 +215,14 @@ def _allocator() -> dict[str, str]:
     return {"LD_PRELOAD": f"{library}:{given}" if given else str(library), "MALLOC_CONF": settings}
 
 
-def _cores(local_rank: int, count: int) -> tuple[int, ...]:
-    """Return the cores of a rank: neighbours, in the order the machine allows them; all when there are too few."""
-    allowed = sorted(os.sched_getaffinity(0))
-    chosen = allowed[local_rank * count : (local_rank + 1) * count]
-    return tuple(chosen) if len(chosen) == count else ()
+def cores(spec: PoolSpec, local_rank: int, allowed: Sequence[int]) -> tuple[int, ...]:
+    """Return the cores of a rank: neighbours among the `allowed` ones, after those of the pools before.
+
+    None where there are too few left: such a process is not bound.
+    """
+    first = spec.first_core + local_rank * spec.cpus_per_rank
+    chosen = allowed[first : first + spec.cpus_per_rank]
+    return tuple(chosen) if len(chosen) == spec.cpus_per_rank else ()
 
 
 def start_ray(config: Config, gpus: bool) -> None:
@@ -250,7 +231,7 @@ def start_ray(config: Config, gpus: bool) -> None:
     if settings.address is not None:
         ray.init(address=settings.address, logging_level=logging.ERROR, log_to_driver=False)
         return
-    ranks = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
+    ranks = config.ranks_per_node * config.trainer.cpu_threads_per_rank
     ray.init(
         num_cpus=settings.num_cpus or max(ranks, len(os.sched_getaffinity(0))),
         # Batches only pass through; Ray's default of 30 % of the memory is far too much beside models on a laptop.

@@ -65,13 +65,18 @@ def predicted_here(
     All tokens but the first of a row, or those `wanted` of them; each has its state at the token before.
     """
     asked = follows(packed) if wanted is None else follows(packed) & wanted
-    index = asked.nonzero()[:, 0]
+    before, place = states_here(packed, asked.nonzero()[:, 0] - 1)
+    return before + 1, place
+
+
+def states_here(packed: PackedBatch, index: Int[Tensor, " N"]) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
+    """Return those of some tokens whose own hidden states are on this rank, and the places of these states."""
     sequence = packed.plans.sequence
     if sequence is None:
-        return index, index - 1
-    before = index - 1 - sequence.begin(packed.plans.tokens)
-    here = (before >= 0) & (before < sequence.share(packed.plans.tokens))
-    return index[here], before[here]
+        return index, index
+    place = index - sequence.begin(packed.plans.tokens)
+    here = (place >= 0) & (place < sequence.share(packed.plans.tokens))
+    return index[here], place[here]
 
 
 def by_token(packed: PackedBatch, index: Int[Tensor, " M"], found: Float[Tensor, " M"]) -> Float[Tensor, " T"]:

@@ -18,14 +18,20 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from vrl.models.attention import VARLEN_ATTENTION, VARLEN_VISION_ATTENTION
 from vrl.models.policy import CausalPolicy
 from vrl.models.qwen2_5_vl.backbone import MODEL_TYPE as QWEN2_5_VL
+from vrl.models.reward import RewardModel
 from vrl.models.value import ValueModel
 from vrl.protocol.errors import ConfigError, DataError
 
@@ -57,6 +63,15 @@ class HeadCounts:
     query: int
     key_value: int
     vision: int | None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelFacts:
+    """What a reward model's config says. `positions` is the longest row in tokens, None where nothing bounds it."""
+
+    pad_id: int
+    positions: int | None
 
 
 def load_policy(
@@ -120,6 +135,51 @@ def load_value_model(
         _logger.warning("%s is a plain backbone: the value head starts from new random weights", path)
     _finish(base, attention, gradient_checkpointing=gradient_checkpointing, freeze_vision_tower=freeze_vision_tower)
     return model.train()
+
+
+def load_reward_model(
+    path: str | Path, dtype: torch.dtype, *, attn: str = "varlen", trust_remote_code: bool = False
+) -> RewardModel:
+    """Load a sequence classifier with one label on the CPU, frozen. Arguments and errors as in `load_policy`."""
+    facts = read_reward_config(path, trust_remote_code=trust_remote_code)
+    config, attention = _prepare_config(path, attn, None, trust_remote_code)
+    hf, unexpected = _load_weights(AutoModelForSequenceClassification, path, config, dtype, trust_remote_code)
+    if unexpected:
+        raise DataError(f"{path} holds weights that its reward model has no place for: {_some(sorted(unexpected))}")
+    _finish(hf, attention, gradient_checkpointing=False, freeze_vision_tower=False)
+    return RewardModel(hf, facts.pad_id).requires_grad_(False).eval()
+
+
+def read_reward_config(path: str | Path, *, trust_remote_code: bool = False) -> RewardModelFacts:
+    """Return what the config of a reward model says, without weights.
+
+    Raises:
+        DataError: there is no model.
+        ConfigError: it is no sequence classifier over a decoder, has not one label, or no padding token.
+    """
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    named = ", ".join(config.architectures or ()) or f"a {config.model_type} model of no named class"
+    remote = "AutoModelForSequenceClassification" in (config.to_dict().get("auto_map") or {})
+    if "ForSequenceClassification" not in named and not remote:
+        raise ConfigError(
+            f"reward_model.model.path: {path} holds {named}, which gives no score a row; give a sequence classifier "
+            "(...ForSequenceClassification) with one label"
+        )
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if not remote and not (isinstance(known, type) and issubclass(known, GenericForSequenceClassification)):
+        raise ConfigError(f"reward_model.model.path: {path} holds {named}, whose head is not a score of the last token")
+    if config.num_labels != 1:
+        raise ConfigError(
+            f"reward_model.model.path: {path} has {config.num_labels} labels, a reward model has one: save it with "
+            "num_labels=1"
+        )
+    text = config.get_text_config().to_dict()
+    if text.get("pad_token_id") is None:
+        raise ConfigError(
+            f"reward_model.model.path: {path} names no padding token, so the end of a row is not known: set "
+            "pad_token_id in its config.json (of a token that never ends a row)"
+        )
+    return RewardModelFacts(pad_id=text["pad_token_id"], positions=text.get("max_position_embeddings"))
 
 
 def head_counts(path: str | Path, *, trust_remote_code: bool = False) -> HeadCounts:

@@ -79,9 +79,22 @@ class HFRenderer:
         Raises:
             DataError: the chat template refuses the messages.
         """
+        return self._templated(messages, tools, add_generation_prompt=True)
+
+    def render_whole(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a finished conversation, whose last message is the assistant's; errors as in `render`."""
+        return self._templated(messages, (), add_generation_prompt=False)
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+    ) -> list[int]:
         prepared = [self._prepare(message) for message in messages]
         try:
-            return self._encode(self._text_of(prepared, True, tools))
+            return self._encode(self._text_of(prepared, add_generation_prompt, tools))
         except TemplateError as error:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
@@ -283,6 +296,24 @@ def load_renderer(
             video_id=config.video_token_id,
         )
     return HFRenderer(tokenizer, template, _eos_ids(path, tokenizer, config), vision)
+
+
+def check_same_tokenizer(path: str | Path, other: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError when a reward model's folder `other` comes with another tokenizer than the policy's `path`.
+
+    A folder without a tokenizer is taken at its word.
+    """
+    mine = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        theirs = AutoTokenizer.from_pretrained(other, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # what a missing file becomes varies
+        return
+    vocabulary = theirs.get_vocab()
+    if len(vocabulary) > len(theirs.get_added_vocab()) and vocabulary != mine.get_vocab():
+        raise ConfigError(
+            f"reward_model.model.path={other} has another tokenizer than the policy ({path}), so the rows' ids mean "
+            f"other text to it: set reward_model.model.input_tokenizer={path}, and rows are rendered anew"
+        )
 
 
 def _set_limits(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:

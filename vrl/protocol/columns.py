@@ -50,6 +50,7 @@ STOP_REASON: Final = declare("stop_reason", "object", "B", "rollout.generate", "
 IMAGE_KEYS: Final = declare("image_keys", "object", "B", "rollout.generate", "tuple of blob keys, in order")
 PROMPT_TEXT: Final = declare("prompt_text", "object", "B", "rollout.generate", "rendered prompt, for people")
 RESPONSE_TEXT: Final = declare("response_text", "object", "B", "rollout.generate", "decoded response, for people")
+MESSAGES: Final = declare("messages", "object", "B", "rollout.generate", "the prompt as messages, not rendered")
 GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate", "what the reward compared with")
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
 TURN_REWARDS: Final = declare("turn_rewards", "object", "B", "rollout.generate", "tuple, a number a turn, or empty")
@@ -59,7 +60,10 @@ OLD_LOG_PROBS: Final = declare("old_log_probs", "float32", "T", "actor.log_probs
 ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the sampling distribution")
 REF_LOG_PROBS: Final = declare("ref_log_probs", "float32", "T", "reference.log_probs", "of the reference policy")
 VALUES: Final = declare("values", "float32", "T", "critic.values", "value of the prefix before a token")
+RM_SCORES: Final = declare("rm_scores", "float32", "B", "reward_model.score", "of the reward model, not weighted")
+RM_CUT_TOKENS: Final = declare("rm_cut_tokens", "int64", "B", "reward_model.score", "what it could not read of a row")
 # Written by the driver
+RULE_SCORES: Final = declare("rule_scores", "float32", "B", "reward", "of the reward function, not weighted")
 REWARD_BASELINES: Final = declare(
     "reward_baselines", "float32", "B", "baseline.beside", "score of the prompt's greedy episode"
 )

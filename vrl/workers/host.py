@@ -1,4 +1,4 @@
-"""One worker process: the roles that are colocated in it, built in order and called by name.
+"""One worker process: the roles that live in it, built in order and called by name.
 
 A plain class: the controller makes it a Ray actor, tests run it under torchrun.
 """
@@ -16,12 +16,14 @@ from vrl.workers.actor import ActorWorker, ReferenceWorker
 from vrl.workers.building import BuildContext
 from vrl.workers.critic import CriticWorker
 from vrl.workers.process import RankPlace
+from vrl.workers.reward_model import RewardModelWorker
 from vrl.workers.rollout import RolloutWorker
 
 ROLE_CLASSES: dict[str, type] = {
     "actor": ActorWorker,
     "reference": ReferenceWorker,
     "critic": CriticWorker,
+    "reward_model": RewardModelWorker,
     "rollout": RolloutWorker,
 }
 
@@ -70,6 +72,7 @@ class WorkerHost:
             "actor": lambda: ActorWorker.build(self._context, length.actor),
             "reference": lambda: ReferenceWorker.build(self._context),
             "critic": lambda: CriticWorker.build(self._context, length.critic),
+            "reward_model": lambda: RewardModelWorker.build(self._context),
             "rollout": lambda: RolloutWorker.build(self._context),
         }
         for role in roles:
@@ -79,6 +82,9 @@ class WorkerHost:
         """Call a role's method; `Colocated` arguments become the role of this process."""
         resolved = [self._roles[a.role] if isinstance(a, Colocated) else a for a in arguments]
         return getattr(self._roles[role], method)(*resolved)
+
+    def ping(self) -> None:
+        """Answer: a process that has died cannot."""
 
     def close(self) -> None:
         """End helper processes and the engine, then leave the process group: in this order."""

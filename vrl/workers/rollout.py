@@ -109,13 +109,13 @@ class RolloutWorker:
 
     @classmethod
     def build(cls, context: BuildContext) -> Self:
-        """Start the engine and, on leaders, reward and tool processes."""
+        """Start the engine and, on leaders, tool processes, and reward processes where reward functions count."""
         config = context.config
         if config.actor_rollout_ref.rollout.agent.environments:
             context.renderer.check_turns()
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
-        scorer: Scorer = _reward_pool(config) if place.is_leader else Unscored()
+        scorer: Scorer = _reward_pool(config) if place.is_leader and config.scores_by_rule else Unscored()
         return cls(engine, SideProcesses.start(config, place, scorer), context, place)
 
     @register(Dispatch.ALL)

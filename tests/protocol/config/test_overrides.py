@@ -185,6 +185,9 @@ def test_anything_is_accepted_below_an_open_dictionary(key: str):
         ("trainer.val_generations_to_log_to_wandb=5", "++trainer.log_val_generations=5"),
         ("reward.custom_reward_function.path=r.py", "++custom_reward_function.path=r.py"),
         ("reward.num_workers=4", "++reward_model.num_workers=4"),
+        ("reward_model.enable_resource_pool=True", "++reward_model.resource_pool.enable=True"),
+        ("reward.reward_model.n_gpus_per_node=4", "++reward_model.resource_pool.n_gpus_per_node=4"),
+        ("reward_model.model.fsdp_config.fsdp_size=2", "++reward_model.fsdp_config.fsdp_size=2"),
         (f"~{A}.optim.warmup_style", f"~{A}.optim.lr_scheduler_type"),
     ],
 )
@@ -202,6 +205,8 @@ def test_an_old_name_is_replaced_and_said(typed: str, written: str):
         "actor_rollout_ref.model.use_remove_padding=False",
         "+actor_rollout_ref.hybrid_engine=True",
         "critic.model.fsdp_config.grad_offload=True",
+        "reward_model.model.use_remove_padding=True",
+        "reward_model.strategy=fsdp",
         f"{A}.fsdp_config.wrap_policy.min_num_params=0",
         "~actor_rollout_ref.model.use_remove_padding",
         "hydra.run.dir=x",
@@ -223,6 +228,7 @@ def test_a_key_without_effect_is_left_out_and_said(typed: str):
         ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_local_dir"),
         (f"{R}.do_sample=False", "training samples"),
         ("env.env_name=alfworld", "env_name"),
+        ("reward.reward_model.rollout.name=vllm", "a sequence classifier in FSDP, without an engine"),
     ],
 )
 def test_a_key_without_counterpart_is_refused_where_it_would_matter(typed: str, reason: str):

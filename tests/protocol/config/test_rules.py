@@ -61,7 +61,12 @@ def test_a_good_config_passes_without_a_word():
     assert check(config_with({}), NAMES, Machine(gpus=8, cores=64)) == ()
 
 
+def pool(section: str, ranks: int) -> dict[str, Any]:
+    return {f"{section}.resource_pool.enable": True, f"{section}.resource_pool.n_gpus_per_node": ranks}
+
+
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+REWARD_MODEL = {"reward_model.enable": True, "reward_model.model.path": "models/rm"}
 FAULTS = [
     ({"data.train_batch_size": 20}, ["train_batch_size=20", "ppo_mini_batch_size=8", "set", "ppo_mini_batch_size=5"]),
     ({f"{A}.ppo_mini_batch_size": 256}, ["train_batch_size=16", "ppo_mini_batch_size=256", "ppo_mini_batch_size=16"]),
@@ -119,7 +124,28 @@ FAULTS = [
     ),
     ({"algorithm.high_level_gamma": -0.1}, ["algorithm.high_level_gamma=-0.1", "from 0 to 1"]),
     ({"algorithm.filter_groups.enable": True}, ["filter_groups.enable", "not supported"]),
-    ({"reward_model.enable": True}, ["reward_model.enable", "not supported"]),
+    ({"reward_model.enable": True}, ["reward_model.enable=True", "reward_model.model.path"]),
+    ({**REWARD_MODEL, "reward_model.weight": 0.0, "reward_model.rule_weight": 0.0}, ["weight=0", "no reward", "1.0"]),
+    ({**REWARD_MODEL, "algorithm.adv_estimator": "remax"}, ["reward_model.enable=True", "remax", "False"]),
+    (
+        {**REWARD_MODEL, "reward_model.model.input_tokenizer": "m", f"{R}.agent.max_turns": 2},
+        ["input_tokenizer", "max_turns=2", "max_turns=1"],
+    ),
+    ({**REWARD_MODEL, "reward_model.max_length": 0}, ["reward_model.max_length=0", "1 or more"]),
+    ({**REWARD_MODEL, "reward_model.weight": -1.0}, ["reward_model.weight=-1.0", "0 or more"]),
+    (
+        {**pool("critic", 4), "algorithm.adv_estimator": "gae", "critic.fsdp_config.fsdp_size": 8},
+        ["critic.fsdp_config.fsdp_size=8", "critic.resource_pool.n_gpus_per_node", "4 ranks", "fsdp_size=4"],
+    ),
+    (
+        {**pool("actor_rollout_ref.ref", 3), f"{A}.use_kl_loss": True, f"{A}.ulysses_sequence_parallel_size": 2},
+        [f"{A}.ulysses_sequence_parallel_size=2", "ref.resource_pool", "3 ranks", "ulysses_sequence_parallel_size=1"],
+    ),
+    (
+        {**REWARD_MODEL, **pool("reward_model", 3), "reward_model.ulysses_sequence_parallel_size": 2},
+        ["reward_model.ulysses_sequence_parallel_size=2", "3 ranks"],
+    ),
+    ({"critic.resource_pool.n_gpus_per_node": 0}, ["critic.resource_pool.n_gpus_per_node=0", "1 or more"]),
     (
         {"algorithm.rollout_correction.rollout_rs": "token_k1"},
         ["rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold", "rollout_rs=null"],
@@ -207,6 +233,14 @@ WARNINGS = [
     ({"trainer.nnodes": 2}, ["nnodes=2", "ray_kwargs.ray_init.address=auto"]),
     ({"data.val_files": []}, ["data.val_files is empty"]),
     ({"data.gen_batch_size": 4}, ["gen_batch_size"]),
+    (pool("critic", 1), ["critic.resource_pool.enable=True has no effect", "no critic"]),
+    ({"critic.resource_pool.n_gpus_per_node": 2}, ["critic.resource_pool has a size", "enable=False"]),
+    ({**REWARD_MODEL, **pool("reward_model", 200)}, ["128 rows", "reward_model.resource_pool", "200 ranks"]),
+    ({"reward_model.weight": 0.5}, ["reward_model.weight has no effect", "enable=True"]),
+    (
+        {**REWARD_MODEL, "reward_model.rule_weight": 0.0, "custom_reward_function.path": "r.py"},
+        ["custom_reward_function.path has no effect", "rule_weight=0"],
+    ),
     (
         {
             "algorithm.rollout_correction.rollout_is": "token",
@@ -228,7 +262,6 @@ def test_what_is_odd_but_possible_is_a_warning(changes: dict[str, Any], parts: l
     [
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "tools.yaml"),
         ("data.custom_cls.path", "rows.py"),
-        ("reward_model.enable", True),
     ],
 )
 def test_what_this_version_does_not_carry_out_is_refused(key: str, value: object):
@@ -244,6 +277,18 @@ def test_the_machine_must_have_what_is_asked_for():
     assert "8 ranks" in warning
     assert "2 cores" in warning
     assert check(config_with({"trainer.device": "cpu"}), NAMES, Machine(gpus=1, cores=64)) == ()
+
+
+def test_the_machine_must_hold_all_pools_together():
+    two = {**pool("critic", 2), "algorithm.adv_estimator": "gae"}
+    message = faults(two, Machine(gpus=8, cores=64))
+    assert "trainer.n_gpus_per_node=8 + critic.resource_pool.n_gpus_per_node=2 = 10 GPUs" in message
+    assert "set trainer.n_gpus_per_node=6" in message
+    elsewhere = {**two, "ray_kwargs.ray_init.address": "auto"}  # the critic may find a node of its own
+    assert check(config_with(elsewhere), NAMES, Machine(gpus=8, cores=64)) == ()
+    (warning,) = check(config_with(two), NAMES, Machine(gpus=0, cores=9))
+    assert "8 ranks and 2 of other pools" in warning
+    assert check(config_with(two), NAMES, Machine(gpus=0, cores=10)) == ()
 
 
 @pytest.mark.parametrize(

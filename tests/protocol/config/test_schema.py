@@ -99,6 +99,25 @@ def test_roles_follow_from_settings():
     assert build({"actor_rollout_ref": {"actor": {"use_kl_loss": True}}}).needs_reference
 
 
+def test_a_role_on_a_pool_of_its_own_has_ranks_of_its_own():
+    pool = {"resource_pool": {"enable": True, "n_gpus_per_node": 3, "nnodes": 2}}
+    values = {"trainer": {"n_gpus_per_node": 4}, "critic": pool, "reward_model": pool}
+    config = build(values)
+    assert list(config.own_pools) == ["critic"]  # there is no reward model
+    assert [config.ranks(role) for role in ("actor", "reference", "critic", "reward_model", "rollout")] == [
+        4,
+        4,
+        6,
+        4,
+        4,
+    ]
+    assert (config.world_size, config.total_ranks, config.ranks_per_node) == (4, 10, 7)
+    both = build({**values, "reward_model": {**pool, "enable": True, "rule_weight": 0}})
+    assert list(both.own_pools) == ["critic", "reward_model"]
+    assert both.total_ranks == 16
+    assert (config.scores_by_rule, both.scores_by_rule) == (True, False)
+
+
 def test_clip_ratio_holds_for_both_sides_until_one_is_set():
     values = {"clip_ratio": 0.1, "clip_ratio_high": 0.28}
     actor = build({"actor_rollout_ref": {"actor": values}}).actor_rollout_ref.actor

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, final
 
-from vrl.protocol.config.model import OpenDict
+from vrl.protocol.config.model import FsdpConfig, OpenDict, ResourcePoolConfig
 
 
 @final
@@ -77,10 +77,32 @@ class OverlongBufferConfig:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelFolderConfig:
+    """The reward model: a Hugging Face folder with a sequence classifier of one label."""
+
+    path: str | None = None  # folder or hub name, with its tokenizer where that is not the policy's
+    input_tokenizer: str | None = None  # policy's tokenizer; set: rows are rendered anew by path's own; null: the same
+    trust_remote_code: bool = False  # run python files of the model folder
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelConfig:
-    """How rows are scored."""
+    """How rows are scored: by reward functions in processes of their own, by a reward model, or by both.
+
+    A row's score is `rule_weight` times its reward function's plus `weight` times the reward model's.
+    """
 
     enable: bool = False  # a reward model beside the reward function
+    model: RewardModelFolderConfig = field(default_factory=RewardModelFolderConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    weight: float = 1.0  # of the reward model's score
+    rule_weight: float = 1.0  # of the reward function's score beside it; 0: no reward function runs
+    max_length: int | None = None  # tokens it reads, longer rows lose their beginning; null: its positions
+    micro_batch_size_per_gpu: int | None = None  # rows when use_dynamic_bsz is off; null: by tokens
+    forward_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's
+    ulysses_sequence_parallel_size: int = 1  # ranks that share a row
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
     reward_manager: str = "naive"  # name in the registry of reward managers
     reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: passed to the reward manager
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

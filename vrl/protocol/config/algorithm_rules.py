@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
 
-_ACTOR = "actor_rollout_ref.actor"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 Messages = Iterator[str]
 
@@ -72,3 +72,38 @@ def gdpo(config: Config) -> Messages:
             "algorithm.adv_estimator=gdpo compares the parts of the score, so algorithm.use_kl_in_reward=True has no "
             f"effect: set it to False, {_ACTOR}.use_kl_loss=True is possible"
         )
+
+
+def reward_model(config: Config) -> Messages:
+    """What a reward model needs, and what cannot be scored by one."""
+    reward = config.reward_model
+    if not reward.enable:
+        return
+    if reward.model.path is None:
+        yield (
+            "reward_model.enable=True needs reward_model.model.path: give the folder of a sequence classifier with one "
+            "label, or set enable=False"
+        )
+    if reward.weight == 0 and reward.rule_weight == 0:
+        yield "reward_model.weight=0 and rule_weight=0 leave no reward: set one of them to 1.0, for example"
+    if config.algorithm.adv_estimator == "remax":
+        yield (
+            "reward_model.enable=True scores samples, not remax's greedy baseline: set it to False or take another "
+            "algorithm.adv_estimator"
+        )
+    turns = config.actor_rollout_ref.rollout.agent.max_turns
+    if reward.model.input_tokenizer is not None and turns > 1:
+        yield (
+            f"reward_model.model.input_tokenizer renders one answer anew, but {_ROLLOUT}.agent.max_turns={turns}: set "
+            "max_turns=1, or take a reward model with the policy's tokenizer and input_tokenizer=null"
+        )
+
+
+def reward_model_warnings(config: Config) -> Messages:
+    """Settings of a reward model that a run does not have or that do not count."""
+    reward, default = config.reward_model, Config().reward_model
+    for name in ("model", "weight", "rule_weight", "max_length"):
+        if not reward.enable and getattr(reward, name) != getattr(default, name):
+            yield f"reward_model.{name} has no effect without reward_model.enable=True"
+    if reward.enable and not config.scores_by_rule and config.custom_reward_function.path is not None:
+        yield "custom_reward_function.path has no effect with reward_model.rule_weight=0: no reward function runs"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import final
 
-from vrl.protocol.config.model import CheckpointConfig, FsdpConfig, OpenDict, OptimConfig
+from vrl.protocol.config.model import CheckpointConfig, FsdpConfig, OpenDict, OptimConfig, ResourcePoolConfig
 
 
 @final
@@ -67,6 +67,7 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: int | None = None  # rows when use_dynamic_bsz is off; null: the actor's
     log_prob_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
 
 
 @final
@@ -101,3 +102,4 @@ class CriticConfig:
     grad_clip: float = 1.0  # largest gradient norm
     cliprange_value: float = 0.5  # largest change of a value an update, in units of the return
     loss_agg_mode: str = "token-mean"  # how token losses become one number
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)

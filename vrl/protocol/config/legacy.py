@@ -41,6 +41,18 @@ RENAMED = {
     "reward.reward_kwargs": "reward_model.reward_kwargs",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    **{
+        f"{section}.{old}": f"reward_model.resource_pool.{new}"
+        for section in ("reward_model", "reward.reward_model")
+        for old, new in (
+            ("enable_resource_pool", "enable"),
+            ("n_gpus_per_node", "n_gpus_per_node"),
+            ("nnodes", "nnodes"),
+        )
+    },
+    "reward_model.model.fsdp_config": "reward_model.fsdp_config",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
     "reward_model.reward_kwargs.overlong_buffer_cfg": "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.max_resp_len": "reward_model.max_resp_len",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
@@ -54,7 +66,6 @@ _SHARDING = "FSDP2 shards layer by layer and needs no such choice"
 _ROWS = "every row carries its messages, images and lengths"
 _ENGINE = "the engine is set up so that it agrees with the learner"
 _CHUNKS = "log-probs and entropy are always computed in chunks and logged"
-_REWARD_MODEL = "there is no reward model in this run"
 _SPEED = "a choice of speed or memory that has no counterpart here; results are the same"
 
 DROPPED = {
@@ -78,7 +89,7 @@ DROPPED = {
     f"{_ACTOR}.invalid_action_penalty_coef": "the penalty is off",
     f"{_ACTOR}.optim.total_training_steps": "the trainer knows the number of steps",
     f"{_REF}.log_prob_use_dynamic_bsz": _BUDGET,
-    f"{_REF}.ulysses_sequence_parallel_size": "the reference shares the actor's ranks",
+    f"{_REF}.ulysses_sequence_parallel_size": "the reference shares rows as the actor does",
     f"{_REF}.use_torch_compile": _SPEED,
     f"{_ROLLOUT}.log_prob_use_dynamic_bsz": _BUDGET,
     f"{_ROLLOUT}.mode": "the engine always runs in the worker's process",
@@ -128,15 +139,10 @@ DROPPED = {
     "data.validation_shuffle": "held-out rows keep the order of the file",
     "reward_model.launch_reward_fn_async": "rewards always run beside generation",
     "reward.launch_reward_fn_async": "rewards always run beside generation",
-    "reward_model.model": _REWARD_MODEL,
-    "reward_model.strategy": _REWARD_MODEL,
-    "reward_model.micro_batch_size": _REWARD_MODEL,
-    "reward_model.micro_batch_size_per_gpu": _REWARD_MODEL,
-    "reward_model.max_length": _REWARD_MODEL,
-    "reward_model.use_dynamic_bsz": _REWARD_MODEL,
-    "reward_model.forward_max_token_len_per_gpu": _REWARD_MODEL,
-    "reward_model.ulysses_sequence_parallel_size": _REWARD_MODEL,
-    "reward.reward_model": _REWARD_MODEL,
+    "reward_model.model.use_remove_padding": _PACKED,
+    "reward_model.model.use_fused_kernels": _CHUNKS,
+    "reward_model.model.external_lib": "reward_model.model.trust_remote_code runs the model folder's own code",
+    "reward_model.use_dynamic_bsz": _BUDGET,
     "reward_model.overlong_buffer.log": "what the penalty does is always logged",
     "algorithm.pf_ppo": "preference feedback is off",
     "trainer.max_critic_ckpt_to_keep": "actor and critic are in one checkpoint: trainer.max_actor_ckpt_to_keep",
@@ -151,7 +157,10 @@ DROPPED = {
     "hydra": "the run folder is trainer.default_local_dir",
 } | {
     f"{section}.{name}": reason
-    for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp_config", "critic.model.fsdp_config")
+    for section in (
+        *(f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp_config", "critic.model.fsdp_config"),
+        "reward_model.fsdp_config",
+    )
     for name, reason in (
         ("grad_offload", "gradients stay with the parameters"),
         ("wrap_policy", _SHARDING),
@@ -170,6 +179,7 @@ NEUTRAL = {
     f"{_ACTOR}.strategy": _FSDP,
     f"{_REF}.strategy": _FSDP,
     "critic.strategy": _FSDP,
+    "reward_model.strategy": _FSDP,
     f"{_ACTOR}.fsdp_config.strategy": _FSDP,
     "critic.fsdp_config.strategy": _FSDP,
     f"{_ACTOR}.optim.optimizer": (("adamw",), "AdamW is the only optimizer"),
@@ -180,6 +190,8 @@ NEUTRAL = {
     f"{_ACTOR}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
     f"{_REF}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
     "critic.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
+    "reward_model.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
+    "reward.reward_model": ((), "a reward model is a sequence classifier in FSDP, without an engine: see reward_model"),
     f"{_MODEL}.lora_rank": (_OFF, "LoRA is not supported in this version"),
     "critic.model.lora_rank": (_OFF, "LoRA is not supported in this version"),
     f"{_MODEL}.lora": (_OFF, "LoRA is not supported in this version"),

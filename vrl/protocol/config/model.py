@@ -53,6 +53,16 @@ class FsdpConfig:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResourcePoolConfig:
+    """Processes of a role's own, beside those of `trainer`, with a world size of their own."""
+
+    enable: bool = False  # off: the role lives in the processes of actor and rollout
+    n_gpus_per_node: int = 1  # ranks a node of this pool; on a CPU: processes
+    nnodes: int = 1  # machines of this pool
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """What a role writes to and reads from a checkpoint."""
 

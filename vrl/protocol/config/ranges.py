@@ -8,7 +8,11 @@ from vrl.protocol.config.schema import Config
 _A, _R, _T = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer"
 _SANDBOX = f"{_R}.multi_turn.sandbox"
 _SHARED_OPTIM = (f"{_A}.optim", "critic.optim")
-_SHARED_FSDP = (f"{_A}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp_config")
+_SHARED_FSDP = (
+    *(f"{_A}.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
+    *("critic.fsdp_config", "reward_model.fsdp_config"),
+)
+_POOLS = tuple(f"{section}.resource_pool" for section in ("actor_rollout_ref.ref", "critic", "reward_model"))
 
 AT_LEAST_ONE = (
     "data.max_prompt_length",
@@ -50,6 +54,11 @@ AT_LEAST_ONE = (
     "critic.ulysses_sequence_parallel_size",
     "reward_model.num_workers",
     "reward_model.max_resp_len",
+    "reward_model.max_length",
+    "reward_model.micro_batch_size_per_gpu",
+    "reward_model.forward_max_token_len_per_gpu",
+    "reward_model.ulysses_sequence_parallel_size",
+    *(f"{pool}.{name}" for pool in _POOLS for name in ("n_gpus_per_node", "nnodes")),
     "algorithm.kl_ctrl.horizon",
     f"{_T}.n_gpus_per_node",
     f"{_T}.nnodes",
@@ -79,6 +88,8 @@ NOT_NEGATIVE = (
     "algorithm.filter_groups.max_num_gen_batches",
     "reward_model.overlong_buffer.len",
     "reward_model.overlong_buffer.penalty_factor",
+    "reward_model.weight",
+    "reward_model.rule_weight",
     f"{_T}.log_val_generations",
     f"{_T}.critic_warmup",
     f"{_T}.seed",

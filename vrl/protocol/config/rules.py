@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from vrl.protocol.config import algorithm_rules
+from vrl.protocol.config import algorithm_rules, pool_rules
+from vrl.protocol.config.pool_rules import largest_divisor
 from vrl.protocol.config.ranges import range_errors, value_of
 from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
 from vrl.protocol.errors import ConfigError
@@ -93,11 +94,6 @@ def heads_fit(query_heads: int, kv_heads: int, size: int) -> bool:
     return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of `number` that is at most `limit`."""
-    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
-
-
 def _one_of(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
 
@@ -139,21 +135,8 @@ def _micro_batches(config: Config) -> Messages:
         )
 
 
-def _parallel(config: Config) -> Messages:
-    world = config.world_size
-    ranks = f"trainer.n_gpus_per_node * trainer.nnodes = {world} ranks"
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    sizes = {
-        f"{_ROLLOUT}.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
-        f"{_ACTOR}.ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size,
-        f"{_ACTOR}.fsdp_config.fsdp_size": actor.fsdp_config.fsdp_size,
-        "actor_rollout_ref.ref.fsdp_config.fsdp_size": config.actor_rollout_ref.ref.fsdp_config.fsdp_size,
-        "critic.ulysses_sequence_parallel_size": config.critic.ulysses_sequence_parallel_size,
-        "critic.fsdp_config.fsdp_size": config.critic.fsdp_config.fsdp_size,
-    }
-    for key, size in sizes.items():
-        if size != -1 and world % size:
-            yield f"{key}={size} does not divide {ranks}: set {key}={largest_divisor(world, size)}"
+def _engine(config: Config) -> Messages:
+    rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         yield (
             f"{_ROLLOUT}.name=hf runs on one rank, but tensor_model_parallel_size="
@@ -230,8 +213,6 @@ def _not_supported(config: Config) -> Messages:
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=True is not supported in this version: set it to False"
-    if config.reward_model.enable:
-        yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
     if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
@@ -242,11 +223,13 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _files,
     _batch,
     _micro_batches,
-    _parallel,
+    pool_rules.parallel,
+    _engine,
     _lengths,
     _sampling,
     algorithm_rules.losses,
     algorithm_rules.rewards,
+    algorithm_rules.reward_model,
     algorithm_rules.gdpo,
     _resume,
     _sandbox,
@@ -284,13 +267,18 @@ def _machine_errors(config: Config, machine: Machine) -> Messages:
         yield "trainer.device=cuda, but this machine has no GPU: set trainer.device=cpu"
     elif ranks > machine.gpus:
         yield f"trainer.n_gpus_per_node={ranks}, but this machine has {machine.gpus} GPUs: set it to {machine.gpus}"
+    elif config.ranks_per_node > machine.gpus and config.ray_kwargs.ray_init.address is None:
+        yield pool_rules.too_few_gpus(config, machine.gpus)
 
 
 def _machine_warnings(config: Config, machine: Machine) -> Messages:
-    wanted = config.trainer.n_gpus_per_node * config.trainer.cpu_threads_per_rank
+    wanted = config.ranks_per_node * config.trainer.cpu_threads_per_rank
     if not uses_gpu(config, machine) and wanted > machine.cores:
+        beside = f" and {config.ranks_per_node - config.trainer.n_gpus_per_node} of other pools" * bool(
+            config.own_pools
+        )
         yield (
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} ranks of cpu_threads_per_rank="
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} ranks{beside} of cpu_threads_per_rank="
             f"{config.trainer.cpu_threads_per_rank} on {machine.cores} cores: ranks will share cores and be slow"
         )
 
@@ -357,6 +345,7 @@ def _run_warnings(config: Config) -> Messages:
         _ACTOR: config.actor_rollout_ref.actor.fsdp_config,
         "actor_rollout_ref.ref": config.actor_rollout_ref.ref.fsdp_config,
         "critic": config.critic.fsdp_config,
+        "reward_model": config.reward_model.fsdp_config,
     }
     for role, fsdp in roles.items():
         if trainer.device == "cpu" and (fsdp.param_offload or fsdp.optimizer_offload):
@@ -378,6 +367,8 @@ def _run_warnings(config: Config) -> Messages:
 
 WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _group_warnings,
+    algorithm_rules.reward_model_warnings,
+    pool_rules.warnings,
     _size_warnings,
     _effect_warnings,
     _agent_warnings,

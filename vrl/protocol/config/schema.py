@@ -3,13 +3,14 @@
 Keys are verl's where verl has them. Nothing is ever written back: sizes that follow from other settings are properties.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from vrl.protocol.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
 from vrl.protocol.config.data import DataConfig
 from vrl.protocol.config.learner import ActorConfig, CriticConfig, RefConfig
-from vrl.protocol.config.model import ModelConfig
+from vrl.protocol.config.model import ModelConfig, ResourcePoolConfig
 from vrl.protocol.config.rollout import RolloutConfig
 from vrl.protocol.config.trainer import PrepareConfig, RayKwargsConfig, TrainerConfig, WarmStartConfig
 
@@ -45,8 +46,36 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Ranks of actor and rollout, and of every role without a pool of its own."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def own_pools(self) -> Mapping[str, ResourcePoolConfig]:
+        """Pools beside that of `trainer`, by the one role that lives in each; only roles that the run has.
+
+        Actor and rollout stay together: weights are resharded within their processes, never sent between pools.
+        """
+        pools = {
+            "reference": (self.needs_reference, self.actor_rollout_ref.ref.resource_pool),
+            "critic": (self.needs_critic, self.critic.resource_pool),
+            "reward_model": (self.reward_model.enable, self.reward_model.resource_pool),
+        }
+        return {role: pool for role, (needed, pool) in pools.items() if needed and pool.enable}
+
+    def ranks(self, role: str) -> int:
+        """Ranks of the pool that a role lives in."""
+        pool = self.own_pools.get(role)
+        return self.world_size if pool is None else pool.n_gpus_per_node * pool.nnodes
+
+    @property
+    def total_ranks(self) -> int:
+        """Ranks of all pools together."""
+        return self.world_size + sum(self.ranks(role) for role in self.own_pools)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that one machine would hold when all pools lie on it."""
+        return self.trainer.n_gpus_per_node + sum(pool.n_gpus_per_node for pool in self.own_pools.values())
 
     @property
     def data_parallel_size(self) -> int:
@@ -59,6 +88,7 @@ class Config:
             "actor": self.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
             "reference": self.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
             "critic": self.critic.ulysses_sequence_parallel_size,
+            "reward_model": self.reward_model.ulysses_sequence_parallel_size,
         }
         return sizes.get(role, 1)
 
@@ -101,6 +131,11 @@ class Config:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def scores_by_rule(self) -> bool:
+        """Whether reward functions run: always, unless a reward model alone counts."""
+        return not self.reward_model.enable or self.reward_model.rule_weight != 0.0
+
+    @property
     def overlong_length(self) -> int:
         """Tokens after the prompt at which the overlong penalty is full."""
         return self.reward_model.max_resp_len or self.data.max_response_length
@@ -141,6 +176,12 @@ class Config:
         """Tokens a micro-batch and rank of the reference."""
         actor, ref = self.actor_rollout_ref.actor, self.actor_rollout_ref.ref
         return ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+
+    @property
+    def reward_model_token_budget(self) -> int:
+        """Tokens a micro-batch and rank of the reward model."""
+        actor = self.actor_rollout_ref.actor
+        return self.reward_model.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
 
     @property
     def data_seed(self) -> int:
