@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.workers.rig import config_of, context_of, prompts_of
 from vrl.algorithms.losses.registry import LossParams, get_policy_loss
 from vrl.models.loading import load_policy, load_value_model
+from vrl.models.token_log_probs import Extra
 from vrl.protocol.columns import (
     ADVANTAGES,
     IMAGE_KEYS,
@@ -129,7 +130,7 @@ def measure(context: BuildContext, batch: DataProto, cut: dict[str, Any]) -> dic
     objective = objective_of(context)
 
     def run(module, packed, rows):
-        outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want_entropy=True)
+        outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want=Extra.ENTROPY)
         return [outputs.log_probs, outputs.entropy]
 
     offset = 0 if place == 0 else border

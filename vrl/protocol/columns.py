@@ -52,9 +52,13 @@ PROMPT_TEXT: Final = declare("prompt_text", "object", "B", "rollout.generate", "
 RESPONSE_TEXT: Final = declare("response_text", "object", "B", "rollout.generate", "decoded response, for people")
 GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate", "what the reward compared with")
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
+TURN_STATES: Final = declare("turn_states", "object", "B", "rollout.generate", "hash of what each turn answers, a tuple")
 # Written by the learner
 OLD_LOG_PROBS: Final = declare("old_log_probs", "float32", "T", "actor.log_probs", "before the first update of a step")
 ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the sampling distribution")
+SUM_PI_SQUARED: Final = declare(
+    "sum_pi_squared", "float32", "T", "actor.log_probs", "sum of p^2 over the vocabulary, where an estimator needs it"
+)
 REF_LOG_PROBS: Final = declare("ref_log_probs", "float32", "T", "reference.log_probs", "of the reference policy")
 VALUES: Final = declare("values", "float32", "T", "critic.values", "value of the prefix before a token")
 # Written by the driver
@@ -68,6 +72,7 @@ ROLLOUT_IS_WEIGHTS: Final = declare(
     "rollout_is_weights", "float32", "T", "rollout_correction", "importance of a token: learner over engine"
 )
 SELECTED: Final = declare("selected", "bool", "T", "trainer", "tokens that the policy loss treats apart")
+GROUP: Final = declare("group", "int64", "B", "trainer", "rows of equal numbers stay in one micro-batch")
 MINI_BATCH: Final = declare("mini_batch", "int64", "B E", "trainer", "which mini-batch a row is in, per epoch")
 
 
