@@ -12,8 +12,8 @@ from vrl.controller.corrections import (
     SelectedTokens,
     correction_params,
     corrections,
-    none_selected,
-    token_choice,
+    loss_columns,
+    no_columns,
 )
 from vrl.controller.data_metrics import data_metrics
 from vrl.controller.trainer import MiniBatches
@@ -70,8 +70,8 @@ def test_with_nothing_on_the_rows_are_the_same_object(batch: DataProto):
     learnt, metrics = corrections(AlgorithmConfig())(batch)
     assert learnt is batch
     assert metrics == {}
-    assert token_choice(ActorConfig()) is none_selected
-    assert none_selected(batch, 1) is batch
+    assert loss_columns(ActorConfig()) is no_columns
+    assert no_columns(batch, 1) is batch
     slices = MiniBatches(prompts=1, epochs=1, shuffle=False).assign(batch, 1)
     assert slices.names() - batch.names() == {MINI_BATCH}
 
@@ -167,7 +167,7 @@ def with_noise(batch: DataProto) -> DataProto:
 
 def test_kl_cov_chooses_the_largest_covariances_of_each_mini_batch(batch: DataProto):
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3))
-    batches = MiniBatches(prompts=1, epochs=2, shuffle=False, choose=token_choice(actor))
+    batches = MiniBatches(prompts=1, epochs=2, shuffle=False, add=loss_columns(actor))
     assigned = batches.assign(with_noise(batch), seed=5)
     assert assigned.ragged(SELECTED).values.dtype == torch.bool
     for rows, tokens in ((slice(0, 2), 7), (slice(2, 4), 9)):
@@ -190,7 +190,7 @@ def test_clip_cov_chooses_at_random_by_the_seed_and_never_a_rejected_token(batch
     choose = SelectedTokens(
         get_policy_loss("clip_cov"), LossParams(clip_cov_ratio=0.2, clip_cov_lb=-9.0, clip_cov_ub=9.0)
     )
-    batches = MiniBatches(prompts=2, epochs=1, shuffle=False, choose=choose)
+    batches = MiniBatches(prompts=2, epochs=1, shuffle=False, add=choose)
     chosen = [batches.assign(rows, seed).ragged(SELECTED).values for seed in (1, 1, 2)]
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])

@@ -157,7 +157,9 @@ def test_neither_pass_holds_more_than_a_chunk_of_logits(want: Extra) -> None:
 def test_no_target_gives_zero_gradients_not_none() -> None:
     _, weight, bias, _, _ = _inputs(1, 4, 6)
     hidden = torch.zeros(0, 4, requires_grad=True)
-    log_probs, entropy, _ = token_log_probs(hidden, (weight, bias), torch.zeros(0, dtype=torch.int64), want=Extra.ENTROPY)
+    log_probs, entropy, _ = token_log_probs(
+        hidden, (weight, bias), torch.zeros(0, dtype=torch.int64), want=Extra.ENTROPY
+    )
     assert entropy is not None
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None

@@ -52,7 +52,9 @@ PROMPT_TEXT: Final = declare("prompt_text", "object", "B", "rollout.generate", "
 RESPONSE_TEXT: Final = declare("response_text", "object", "B", "rollout.generate", "decoded response, for people")
 GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate", "what the reward compared with")
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
-TURN_STATES: Final = declare("turn_states", "object", "B", "rollout.generate", "hash of what each turn answers, a tuple")
+TURN_STATES: Final = declare(
+    "turn_states", "object", "B", "rollout.generate", "hash of what each turn answers, a tuple"
+)
 # Written by the learner
 OLD_LOG_PROBS: Final = declare("old_log_probs", "float32", "T", "actor.log_probs", "before the first update of a step")
 ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the sampling distribution")

@@ -98,6 +98,7 @@ class Trajectory:
     score: float = 0.0
     score_extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     failure: str | None = None  # traceback or reason when stop_reason is FAILED
+    turn_states: tuple[str, ...] = ()  # hash of the state each turn answers; empty: of the tokens it saw
 
     def __post_init__(self) -> None:
         lengths = {

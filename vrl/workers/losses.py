@@ -103,7 +103,9 @@ class PolicyObjective:
             total = total + self.kl_coef * kl_term
         maxima = {}
         if OLD_LOG_PROBS not in rows:
-            difference = probability_difference(log_probs.detach(), _column(rows, ROLLOUT_LOG_PROBS, device), inputs.mask)
+            difference = probability_difference(
+                log_probs.detach(), _column(rows, ROLLOUT_LOG_PROBS, device), inputs.mask
+            )
             sums |= {"diff": difference.sum(), "diff_square": difference.double().square().sum()}
             maxima["diff"] = difference.max()
         return LossOutput(total, sums, maxima)

@@ -16,8 +16,8 @@ from vrl.protocol.errors import ConfigError
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
 GROUP_ESTIMATORS = (
-    *("grpo", "grpo_passk", "grpo_turn", "gdpo"),
-    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
+    *("grpo", "grpo_passk", "grpo_turn", "gdpo", "gigpo"),
+    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"),
 )
 
 # Taken because verl's files have them; a value of one's own gets a warning. Most are for episodes of several turns.
@@ -219,9 +219,6 @@ def _resume(config: Config) -> Messages:
 
 def _not_supported(config: Config) -> Messages:
     """Settings of verl whose names are taken but that this version does not carry out."""
-    algorithm = config.algorithm
-    if algorithm.filter_groups.enable:
-        yield "algorithm.filter_groups.enable=True is not supported in this version: set it to False"
     if config.reward_model.enable:
         yield "reward_model.enable=True is not supported in this version: set it to False, score by a reward function"
     if config.data.custom_cls.path is not None:
@@ -243,6 +240,8 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.losses,
     algorithm_rules.rewards,
     algorithm_rules.gdpo,
+    algorithm_rules.group_losses,
+    algorithm_rules.filter_groups,
     _resume,
     _not_supported,
 )
@@ -363,6 +362,7 @@ def _run_warnings(config: Config) -> Messages:
 
 WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _group_warnings,
+    algorithm_rules.warnings,
     _size_warnings,
     _effect_warnings,
     _run_warnings,

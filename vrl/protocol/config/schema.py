@@ -75,6 +75,12 @@ class Config:
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
 
     @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that are drawn at a time: those of a step, or as many as asked for where groups are filtered."""
+        own = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return own or self.data.train_batch_size
+
+    @property
     def mini_batches_per_epoch(self) -> int:
         """Mini-batches of the actor in one pass over a step's rows; the last may be smaller."""
         return -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
