@@ -9,6 +9,7 @@ from vrl.algorithms.losses.registry import LossParams, get_policy_loss
 from vrl.controller.corrections import (
     Corrections,
     MaskTruncated,
+    PreferencePairs,
     SelectedTokens,
     correction_params,
     corrections,
@@ -19,12 +20,16 @@ from vrl.controller.data_metrics import data_metrics
 from vrl.controller.trainer import MiniBatches
 from vrl.protocol.columns import (
     ADVANTAGES,
+    GROUP,
     LOSS_MASK,
     MINI_BATCH,
     OLD_LOG_PROBS,
     ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOG_PROBS,
     SELECTED,
+    TOKEN_LEVEL_REWARDS,
+    TOKEN_LEVEL_SCORES,
+    UID,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from vrl.protocol.config.learner import ActorConfig, PolicyLossConfig
@@ -197,3 +202,21 @@ def test_clip_cov_chooses_at_random_by_the_seed_and_never_a_rejected_token(batch
     for selected in chosen:
         assert int(selected.sum()) == int(0.2 * 13)
         assert not selected[~kept].any()
+
+
+def test_only_pairs_with_a_preference_are_learnt(trajectory: Callable[..., Trajectory]):
+    pairs = {"u0": (1.0, 0.0), "u1": (0.7, 0.7), "u2": (1.0,), "u3": (0.0, 0.5)}
+    rows = [trajectory(uid, score=score, sample_index=i) for uid, both in pairs.items() for i, score in enumerate(both)]
+    scored = batch_of(rows, None, Meta())
+    scored = scored.with_columns(**{TOKEN_LEVEL_REWARDS: scored.ragged(TOKEN_LEVEL_SCORES)})
+    chain = corrections(AlgorithmConfig(), get_policy_loss("dpo"))
+    assert chain.parts == (PreferencePairs(),)
+    learnt, metrics = chain(scored)
+    assert list(learnt.objects[UID]) == ["u0", "u0", "u3", "u3"]
+    assert metrics == {"training/pairs": 2.0, "training/pairs_without_preference": 2.0}
+    assert len(chain(scored.rows([2, 3, 4]))[0]) == 0
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dpo"))
+    assigned = MiniBatches(prompts=1, epochs=1, shuffle=False, add=loss_columns(actor)).assign(learnt, 1)
+    assert assigned.dense(GROUP).tolist() == [0, 0, 1, 1]
+    assert assigned.dense(MINI_BATCH).tolist() == [[0], [0], [1], [1]]
+    assert corrections(AlgorithmConfig(), get_policy_loss("tba")).parts == ()
