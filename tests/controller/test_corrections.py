@@ -219,4 +219,6 @@ def test_only_pairs_with_a_preference_are_learnt(trajectory: Callable[..., Traje
     assigned = MiniBatches(prompts=1, epochs=1, shuffle=False, add=loss_columns(actor)).assign(learnt, 1)
     assert assigned.dense(GROUP).tolist() == [0, 0, 1, 1]
     assert assigned.dense(MINI_BATCH).tolist() == [[0], [0], [1], [1]]
+    nothing = MiniBatches(prompts=1, epochs=2, shuffle=False, add=loss_columns(actor)).assign(learnt[:0], 1)
+    assert nothing.dense(MINI_BATCH).shape == (0, 2)
     assert corrections(AlgorithmConfig(), get_policy_loss("tba")).parts == ()

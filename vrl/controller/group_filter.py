@@ -70,7 +70,8 @@ class DifferingGroups:
     its samples would be of an older policy than the loss takes them for; and a checkpoint would have to hold them.
 
     When the draws are used up, the step trains on what is there, with a warning, if that fills one mini-batch, else on
-    nothing. A draw without a usable row ends the drawing: something other than the groups is wrong then.
+    nothing. A draw without a usable row ends the drawing: something other than the groups is wrong then. The draws move
+    the loader on, so a run of so many epochs' worth of steps goes through its rows more often.
     """
 
     def __init__(
