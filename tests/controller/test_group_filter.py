@@ -20,7 +20,7 @@ from vrl.controller.group_filter import (
 )
 from vrl.controller.roles import Generated
 from vrl.data.dataset import load_rows
-from vrl.data.loader import PromptLoader
+from vrl.data.loader import PromptLoader, ordered_batches
 from vrl.protocol.columns import REWARD_BASELINES, SAMPLE_INDEX, UID
 from vrl.protocol.config.builder import build
 from vrl.protocol.dataproto import Meta
@@ -178,7 +178,9 @@ def test_a_resumed_loader_draws_the_prompts_that_come_next(trajectory: Make, tmp
     )
 
     rows = load_rows([str(file)])
-    scores = {row.row_id: (1.0, 0.0, i % 2) if i % 3 else (1.0, 1.0, 1.0) for i, row in enumerate(rows)}
+    scores = {
+        row.row_id: (1.0, 0.0, i % 2) if i % 3 else (1.0, 1.0, 1.0) for i, row in enumerate(next(ordered_batches(rows)))
+    }
 
     def step(loader: PromptLoader) -> list[str]:
         sampler, prompts = Sampler(trajectory, scores), loader.next_batch()

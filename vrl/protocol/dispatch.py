@@ -106,12 +106,12 @@ def mini_batch_shares(
     `membership` is the `mini_batch` column, int64 `[B, E]`: the mini-batch of a row in each epoch. `groups` is the
     `group` column, int64 `[B]`: rows of one group that are in one mini-batch go to one rank.
     """
-    group_of: list[int] = list(range(len(lengths))) if groups is None else groups.tolist()
+    group_of = as_array(torch.arange(len(lengths)) if groups is None else groups)
     plans: list[list[list[int]]] = [[] for _ in range(ranks)]
     for column in as_array(membership).T:
         for number in range(int(column.max()) + 1 if len(column) else 0):
             members: list[int] = np.flatnonzero(column == number).tolist()
-            units = units_of([group_of[i] for i in members])
+            units = units_of(group_of[members].tolist())
             shares = partition(unit_sums(units, [lengths[i] for i in members]), ranks)
             for rank, share in enumerate(rows_of(units, shares)):
                 plans[rank].append([members[i] for i in share])
