@@ -30,7 +30,7 @@ from vrl.models import backbone
 from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch, pack
 from vrl.models.policy import CausalPolicy
-from vrl.models.token_log_probs import token_log_probs
+from vrl.models.token_log_probs import Extra, token_log_probs
 from vrl.models.ulysses import SequenceGroup
 from vrl.protocol.columns import ADVANTAGES, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, TURN_IDS
 from vrl.protocol.config.model import OptimConfig
@@ -205,7 +205,8 @@ def peak_log_probs(kind: str, tokens: int, vocabulary: int, width: int, chunk: i
     targets = torch.randint(0, vocabulary, (tokens,), generator=draw)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if kind == "chunked":
-        log_probs, entropy = token_log_probs(hidden, (weight, None), targets, want_entropy=True, chunk_tokens=chunk)
+        found = token_log_probs(hidden, (weight, None), targets, want=Extra.ENTROPY, chunk_tokens=chunk)
+        log_probs, entropy = found.log_probs, found.entropy
     else:
         logs = (hidden @ weight.T).log_softmax(-1)
         log_probs, entropy = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)

@@ -91,7 +91,7 @@ def inputs_of_one_token():
         ("gigpo", {"turn_ids": torch.tensor([0])}, "state_ids"),
         ("gdpo", {}, "reward_components.*algorithm.gdpo_reward_keys"),
         ("optimal_token_baseline", {"old_log_probs": torch.zeros(1)}, "old_log_probs and sum_pi_squared"),
-        ("optimal_token_baseline", {"sum_pi_squared": torch.ones(1)}, "actor.calculate_sum_pi_squared=True"),
+        ("optimal_token_baseline", {"sum_pi_squared": torch.ones(1)}, "let the actor return them"),
     ],
 )
 def test_missing_inputs_are_refused(name, given, missing):

@@ -9,22 +9,27 @@ from vrl.algorithms.losses.registry import LossParams, get_policy_loss
 from vrl.controller.corrections import (
     Corrections,
     MaskTruncated,
+    PreferencePairs,
     SelectedTokens,
     correction_params,
     corrections,
-    none_selected,
-    token_choice,
+    loss_columns,
+    no_columns,
 )
 from vrl.controller.data_metrics import data_metrics
 from vrl.controller.trainer import MiniBatches
 from vrl.protocol.columns import (
     ADVANTAGES,
+    GROUP,
     LOSS_MASK,
     MINI_BATCH,
     OLD_LOG_PROBS,
     ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOG_PROBS,
     SELECTED,
+    TOKEN_LEVEL_REWARDS,
+    TOKEN_LEVEL_SCORES,
+    UID,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from vrl.protocol.config.learner import ActorConfig, PolicyLossConfig
@@ -70,8 +75,8 @@ def test_with_nothing_on_the_rows_are_the_same_object(batch: DataProto):
     learnt, metrics = corrections(AlgorithmConfig())(batch)
     assert learnt is batch
     assert metrics == {}
-    assert token_choice(ActorConfig()) is none_selected
-    assert none_selected(batch, 1) is batch
+    assert loss_columns(ActorConfig()) is no_columns
+    assert no_columns(batch, 1) is batch
     slices = MiniBatches(prompts=1, epochs=1, shuffle=False).assign(batch, 1)
     assert slices.names() - batch.names() == {MINI_BATCH}
 
@@ -167,7 +172,7 @@ def with_noise(batch: DataProto) -> DataProto:
 
 def test_kl_cov_chooses_the_largest_covariances_of_each_mini_batch(batch: DataProto):
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3))
-    batches = MiniBatches(prompts=1, epochs=2, shuffle=False, choose=token_choice(actor))
+    batches = MiniBatches(prompts=1, epochs=2, shuffle=False, add=loss_columns(actor))
     assigned = batches.assign(with_noise(batch), seed=5)
     assert assigned.ragged(SELECTED).values.dtype == torch.bool
     for rows, tokens in ((slice(0, 2), 7), (slice(2, 4), 9)):
@@ -190,10 +195,30 @@ def test_clip_cov_chooses_at_random_by_the_seed_and_never_a_rejected_token(batch
     choose = SelectedTokens(
         get_policy_loss("clip_cov"), LossParams(clip_cov_ratio=0.2, clip_cov_lb=-9.0, clip_cov_ub=9.0)
     )
-    batches = MiniBatches(prompts=2, epochs=1, shuffle=False, choose=choose)
+    batches = MiniBatches(prompts=2, epochs=1, shuffle=False, add=choose)
     chosen = [batches.assign(rows, seed).ragged(SELECTED).values for seed in (1, 1, 2)]
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])
     for selected in chosen:
         assert int(selected.sum()) == int(0.2 * 13)
         assert not selected[~kept].any()
+
+
+def test_only_pairs_with_a_preference_are_learnt(trajectory: Callable[..., Trajectory]):
+    pairs = {"u0": (1.0, 0.0), "u1": (0.7, 0.7), "u2": (1.0,), "u3": (0.0, 0.5)}
+    rows = [trajectory(uid, score=score, sample_index=i) for uid, both in pairs.items() for i, score in enumerate(both)]
+    scored = batch_of(rows, None, Meta())
+    scored = scored.with_columns(**{TOKEN_LEVEL_REWARDS: scored.ragged(TOKEN_LEVEL_SCORES)})
+    chain = corrections(AlgorithmConfig(), get_policy_loss("dpo"))
+    assert chain.parts == (PreferencePairs(),)
+    learnt, metrics = chain(scored)
+    assert list(learnt.objects[UID]) == ["u0", "u0", "u3", "u3"]
+    assert metrics == {"training/pairs": 2.0, "training/pairs_without_preference": 2.0}
+    assert len(chain(scored.rows([2, 3, 4]))[0]) == 0
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dpo"))
+    assigned = MiniBatches(prompts=1, epochs=1, shuffle=False, add=loss_columns(actor)).assign(learnt, 1)
+    assert assigned.dense(GROUP).tolist() == [0, 0, 1, 1]
+    assert assigned.dense(MINI_BATCH).tolist() == [[0], [0], [1], [1]]
+    nothing = MiniBatches(prompts=1, epochs=2, shuffle=False, add=loss_columns(actor)).assign(learnt[:0], 1)
+    assert nothing.dense(MINI_BATCH).shape == (0, 2)
+    assert corrections(AlgorithmConfig(), get_policy_loss("tba")).parts == ()

@@ -5,9 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vrl.controller.credit import OverlongPenalty, RewardClip, Rewards, reward_shaping
+from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
+from vrl.controller.credit import Advantage, OverlongPenalty, RewardClip, Rewards, reward_shaping, state_ids
 from vrl.controller.data_metrics import data_metrics, row_sums
-from vrl.protocol.columns import LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, TOKEN_LEVEL_REWARDS, TOKEN_LEVEL_SCORES
+from vrl.protocol.columns import (
+    ADVANTAGES,
+    LOSS_MASK,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    SUM_PI_SQUARED,
+    TOKEN_LEVEL_REWARDS,
+    TOKEN_LEVEL_SCORES,
+)
 from vrl.protocol.config.algorithm import AlgorithmConfig, KlCtrlConfig
 from vrl.protocol.config.builder import build
 from vrl.protocol.dataproto import DataProto, Meta
@@ -86,3 +95,50 @@ def test_kl_is_taken_off_the_shaped_rewards(batch: DataProto):
     assert rewards_of(batch, rewards) == [1.0 - 1.0, 1.0 - 3.0, -0.25 - 3.5, 2.5 - 5.5]
     assert rewards.metrics["actor/reward_kl_penalty"] == pytest.approx(1.0)
     assert rewards.metrics["critic/overlong"] == 0.5
+
+
+def sampled(batch: DataProto, values: torch.Tensor) -> list[list[float]]:
+    mask = batch.ragged(LOSS_MASK)
+    rows = Ragged(values, mask.offsets).to_rows()
+    return [row[own].tolist() for row, own in zip(rows, mask.to_rows(), strict=True)]
+
+
+def test_gigpo_compares_turns_that_answer_the_same_state(trajectory: Callable[..., Trajectory]):
+    rows = [
+        trajectory("u0", turns=(2, 1), score=1.0, turn_states=("start", "door")),
+        trajectory("u0", turns=(1, 1), score=0.0, turn_states=("start", "wall")),
+        trajectory("u0", turns=(1, 1, 2), score=0.0, turn_states=("start", "wall", "door")),
+    ]
+    batch = batch_of(rows, None, Meta())
+    batch = batch.with_columns(**{TOKEN_LEVEL_REWARDS: batch.ragged(TOKEN_LEVEL_SCORES)})
+    ids = sampled(batch, state_ids(batch))
+    assert ids == [[0, 0, 1], [0, 2], [0, 2, 1, 1]]
+    assert (state_ids(batch)[~batch.ragged(LOSS_MASK).values] == -1).all()
+    params = AdvantageParams(norm_adv_by_std=False, step_advantage_w=2.0)
+    found = sampled(batch, Advantage(get_advantage("gigpo"), params)(batch).ragged(ADVANTAGES).values)
+    start, door = 2 / 3 + 2 * 2 / 3, 2 / 3 + 2 * 0.5
+    lost = -1 / 3
+    assert found[0] == pytest.approx([start, start, door])
+    assert found[1] == pytest.approx([lost - 2 / 3, lost])
+    assert found[2] == pytest.approx([lost - 2 / 3, lost, lost - 1.0, lost - 1.0])
+    short = batch_of([trajectory("u0", turns=(1, 1), turn_states=("start",))], None, Meta())
+    with pytest.raises(ValueError, match="row 0 names 1 turn_states and has a turn 1"):
+        state_ids(short)
+    nothing = batch_of([trajectory("u0", turns=()), trajectory("u0", turns=(1,))], None, Meta())
+    assert state_ids(nothing).tolist() == [-1, -1, -1, -1, -1, -1, 0]
+
+
+def test_squared_probabilities_reach_the_estimator(trajectory: Callable[..., Trajectory]):
+    batch = batch_of([trajectory("u0", turns=(1,), score=score) for score in (1.0, 0.0)], None, Meta())
+    mask = batch.ragged(LOSS_MASK)
+    squares = torch.where(mask.values, torch.tensor([0.5, 0.875]).repeat_interleave(mask.lengths), 0.0)
+    batch = batch.with_columns(
+        **{
+            TOKEN_LEVEL_REWARDS: batch.ragged(TOKEN_LEVEL_SCORES),
+            OLD_LOG_PROBS: Ragged(torch.full_like(squares, -0.6931471805599453), mask.offsets),
+            SUM_PI_SQUARED: Ragged(squares, mask.offsets),
+        }
+    )
+    found = Advantage(get_advantage("optimal_token_baseline"), AdvantageParams())(batch).ragged(ADVANTAGES).values
+    baseline = 0.5 / (0.5 + 0.875)  # weights are 1 - 2 pi + sum of squares
+    assert found[mask.values].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)

@@ -53,9 +53,10 @@ REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = float(solution_str.strip() == ground_truth)
     short = 1.0 / (1 + len(solution_str))
-    return {"score": right, "accuracy": right, "short": short}
+    return {"score": right + 0.1 * short, "accuracy": right, "short": short}
 """
 NEEDED = {"gdpo": {"gdpo_reward_keys": ["accuracy", "short"], "gdpo_reward_weights": [1.0, 0.1]}}
+NEEDED_BY_LOSS = {"dpo": {"rollout": {"n": 2}}}
 NAMES = known_names()
 
 
@@ -164,5 +165,29 @@ def test_every_advantage_estimator_trains(shared: Shared, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES.policy_losses)
 def test_every_policy_loss_trains(shared: Shared, name: str) -> None:
-    actor = {"policy_loss": {"loss_mode": name}}
-    assert_trained(train(shared, {"actor_rollout_ref": {"actor": actor}}, f"loss_{name}"))
+    settings = {"actor": {"policy_loss": {"loss_mode": name}}, **NEEDED_BY_LOSS.get(name, {})}
+    steps = train(shared, {"actor_rollout_ref": settings}, f"loss_{name}")
+    assert_trained(steps)
+    if name == "tba":  # log Z is score / beta as long as policy and reference are the same
+        assert steps[0]["actor/tba_log_z"] > 0
+    if name == "dpo":
+        assert steps[0]["training/pairs"] > 0
+        assert 0 <= steps[1]["actor/rewards_accuracies"] <= 1
+
+
+def test_groups_that_do_not_differ_are_left_out_and_more_are_drawn(shared: Shared) -> None:
+    settings = {"enable": True, "metric": "accuracy", "max_num_gen_batches": 3}
+    steps = train(shared, {"algorithm": {"filter_groups": settings}}, "filtered")
+    draws = [step["train/num_gen_batches"] for step in steps]
+    position = shared.run.data.loader.state_dict()
+    assert (position["epoch"], position["position"]) == (0, 6 * sum(draws))
+    for step, drawn in zip(steps, draws, strict=True):
+        kept = step["training/groups_kept"]
+        assert kept == 6 or drawn == 3
+        assert step["training/groups_generated"] == 6 * drawn
+        dropped = step["training/groups_dropped_equal"] + step["training/groups_dropped_surplus"]
+        assert kept + dropped == 6 * drawn or kept == 0
+        assert step.get("training/num_rows", 0) == 4 * kept
+    assert any(step.get("actor/grad_norm", 0) > 0 for step in steps)
+    first = shared.folder.path / "filtered" / "step_1.jsonl"
+    assert len(first.read_text().splitlines()) == 4 * 6 * draws[0]  # people see what was generated

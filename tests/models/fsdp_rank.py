@@ -20,6 +20,7 @@ from vrl.models.loading import load_policy, load_value_model
 from vrl.models.packing import PackedBatch, pack
 from vrl.models.policy import CausalPolicy
 from vrl.models.renderer import load_renderer
+from vrl.models.token_log_probs import Extra
 from vrl.models.value import ValueModel
 
 Model = CausalPolicy | ValueModel
@@ -52,7 +53,7 @@ def _batch(folder: str, rows: list[tuple[str, list[bytes]]]) -> PackedBatch:
 def _loss(model: Model, packed: PackedBatch) -> Tensor:
     if isinstance(model, ValueModel):
         return (model(packed) - 0.5).square().sum()
-    outputs = model(packed, temperature=0.8, want_entropy=True, chunk_tokens=16)
+    outputs = model(packed, temperature=0.8, want=Extra.ENTROPY, chunk_tokens=16)
     return outputs.log_probs.sum() + 0.1 * outputs.entropy.sum()
 
 

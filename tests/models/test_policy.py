@@ -12,6 +12,7 @@ from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch, pack
 from vrl.models.policy import CausalPolicy
 from vrl.models.renderer import HFRenderer, load_renderer
+from vrl.models.token_log_probs import Extra
 from vrl.protocol.errors import ConfigError
 
 Row = tuple[list[int], list[bytes]]
@@ -183,10 +184,10 @@ def test_images_change_the_log_probs(vision_folder: Path, renderer: HFRenderer, 
 def test_only_wanted_tokens_get_log_probs_and_entropy(text_folder: Path, text_rows: list[Row]) -> None:
     policy = load_policy(text_folder, torch.float32)
     packed = _pack(text_rows)
-    full = policy(packed, want_entropy=True)
+    full = policy(packed, want=Extra.ENTROPY)
     wanted = torch.zeros(len(packed.input_ids), dtype=torch.bool)
     wanted[[0, 3, 36, 37, 40]] = True
-    some = policy(packed, want_entropy=True, positions=wanted)
+    some = policy(packed, want=Extra.ENTROPY, positions=wanted)
     kept = wanted & (packed.position_ids != 0)
     assert int(kept.sum()) == 3
     torch.testing.assert_close(some.log_probs, full.log_probs * kept, rtol=1e-6, atol=1e-6)
@@ -198,7 +199,7 @@ def test_only_wanted_tokens_get_log_probs_and_entropy(text_folder: Path, text_ro
 
 def test_no_wanted_token_still_reaches_every_parameter(vision_folder: Path) -> None:
     policy = load_policy(vision_folder, torch.float32)
-    outputs = policy(pack(torch.tensor([20]), torch.tensor([0, 1])), want_entropy=True)
+    outputs = policy(pack(torch.tensor([20]), torch.tensor([0, 1])), want=Extra.ENTROPY)
     assert outputs.log_probs.tolist() == [0.0]
     outputs.log_probs.sum().backward()
     grads = {name: p.grad for name, p in policy.named_parameters()}

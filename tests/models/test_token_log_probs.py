@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vrl.models.token_log_probs import token_log_probs
+from vrl.models.token_log_probs import Extra, token_log_probs
 
 _GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -42,8 +42,8 @@ def test_any_chunk_gives_the_plain_values_and_gradients(chunk: int, temperature:
     a, b = torch.randn(2, 11, generator=torch.Generator().manual_seed(4))
     wanted = _plain(hidden, weight, bias, targets, shift, temperature)
     wanted_grads = torch.autograd.grad((wanted[0] * a + wanted[1] * b).sum(), (hidden, weight, bias))
-    log_probs, entropy = token_log_probs(
-        hidden, (weight, bias), targets, shift=shift, temperature=temperature, want_entropy=True, chunk_tokens=chunk
+    log_probs, entropy, _ = token_log_probs(
+        hidden, (weight, bias), targets, shift=shift, temperature=temperature, want=Extra.ENTROPY, chunk_tokens=chunk
     )
     assert entropy is not None
     torch.testing.assert_close((log_probs, entropy), wanted, rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_any_chunk_gives_the_plain_values_and_gradients(chunk: int, temperature:
 def test_entropy_alone_or_log_prob_alone() -> None:
     hidden, weight, bias, targets, shift = _inputs(5, 3, 9)
     wanted = _plain(hidden, weight, bias, targets, shift, 1.0)
-    found = token_log_probs(hidden, (weight, bias), targets, shift=shift, want_entropy=True, chunk_tokens=2)
+    found = token_log_probs(hidden, (weight, bias), targets, shift=shift, want=Extra.ENTROPY, chunk_tokens=2)[:2]
     for mine, plain in zip(found, wanted, strict=True):
         assert mine is not None
         grads = torch.autograd.grad(mine.sum(), (hidden, weight), retain_graph=True)
@@ -62,12 +62,36 @@ def test_entropy_alone_or_log_prob_alone() -> None:
         torch.testing.assert_close(grads, plain_grads, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("want", [Extra.SUM_PI_SQUARED, Extra.ENTROPY | Extra.SUM_PI_SQUARED])
+def test_sum_of_squared_probabilities_is_that_of_float64(chunk: int, want: Extra) -> None:
+    hidden, weight, bias, targets, shift = _inputs(11, 6, 20)
+    exact = []
+    for row in (hidden.detach().double() @ weight.detach().double().T + bias.detach() + shift).tolist():
+        powers = [math.exp(logit / 0.6) for logit in row]
+        exact.append(sum((power / sum(powers)) ** 2 for power in powers))
+    found = token_log_probs(
+        hidden, (weight, bias), targets, shift=shift, temperature=0.6, want=want, chunk_tokens=chunk
+    )
+    assert found.sum_pi_squared is not None
+    assert not found.sum_pi_squared.requires_grad
+    assert (found.entropy is None) == (Extra.ENTROPY not in want)
+    assert found.sum_pi_squared.tolist() == pytest.approx(exact, rel=2e-6)
+    alone = token_log_probs(hidden, (weight, bias), targets, shift=shift, temperature=0.6)
+    assert alone.sum_pi_squared is None
+    wanted_grad = torch.autograd.grad(alone.log_probs.sum(), (hidden, weight))  # what comes beside changes no gradient
+    grad = torch.autograd.grad(found.log_probs.sum(), (hidden, weight))
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-5, atol=1e-6)
+
+
 def test_entropy_of_uniform_and_certain_distributions() -> None:
-    _, uniform = token_log_probs(torch.zeros(1, 1), (torch.zeros(1000, 1), None), torch.tensor([0]), want_entropy=True)
+    uniform = token_log_probs(
+        torch.zeros(1, 1), (torch.zeros(1000, 1), None), torch.tensor([0]), want=Extra.ENTROPY
+    ).entropy
     assert uniform is not None
     assert uniform.item() == pytest.approx(math.log(1000), abs=1e-4)
     logits = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)
-    log_probs, certain = token_log_probs(logits, (torch.eye(3), None), torch.tensor([0]), want_entropy=True)
+    log_probs, certain, _ = token_log_probs(logits, (torch.eye(3), None), torch.tensor([0]), want=Extra.ENTROPY)
     assert certain is not None
     assert certain.item() == 0.0
     assert log_probs.item() == 0.0
@@ -84,14 +108,14 @@ def test_entropy_golden_values() -> None:
         wanted = arrays[f"{case['id']}." + ("formula_entropy" if case["peer_quirk"] else "entropy")]
         # Each row comes in as the shift of a head of zeros, so that words of probability zero take part.
         for row, value in zip(logits.flatten(0, 1), wanted.flatten(), strict=True):
-            _, found = token_log_probs(
+            found = token_log_probs(
                 torch.zeros(1, 1),
                 (torch.zeros(len(row), 1), None),
                 torch.tensor([0]),
                 shift=row,
                 temperature=case["temperature"],
-                want_entropy=True,
-            )
+                want=Extra.ENTROPY,
+            ).entropy
             assert found is not None
             np.testing.assert_allclose(found.item(), value, rtol=1e-5, atol=1e-5, err_msg=case["id"])
 
@@ -111,8 +135,8 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("want_entropy", [False, True])
-def test_neither_pass_holds_more_than_a_chunk_of_logits(want_entropy: bool) -> None:
+@pytest.mark.parametrize("want", [Extra.NONE, Extra.ENTROPY, Extra.ENTROPY | Extra.SUM_PI_SQUARED])
+def test_neither_pass_holds_more_than_a_chunk_of_logits(want: Extra) -> None:
     n, width, vocabulary, chunk = 512, 4, 1000, 16
     hidden, weight, _, targets, _ = _inputs(n, width, vocabulary)
     saved = 0
@@ -123,9 +147,7 @@ def test_neither_pass_holds_more_than_a_chunk_of_logits(want_entropy: bool) -> N
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x), _LargestTensor() as largest:
-        log_probs, entropy = token_log_probs(
-            hidden, (weight, None), targets, want_entropy=want_entropy, chunk_tokens=chunk
-        )
+        log_probs, entropy, _ = token_log_probs(hidden, (weight, None), targets, want=want, chunk_tokens=chunk)
         (log_probs.sum() if entropy is None else (log_probs + entropy).sum()).backward()
     assert largest.numel <= chunk * vocabulary
     inputs = hidden.nbytes + weight.nbytes + targets.nbytes
@@ -135,7 +157,9 @@ def test_neither_pass_holds_more_than_a_chunk_of_logits(want_entropy: bool) -> N
 def test_no_target_gives_zero_gradients_not_none() -> None:
     _, weight, bias, _, _ = _inputs(1, 4, 6)
     hidden = torch.zeros(0, 4, requires_grad=True)
-    log_probs, entropy = token_log_probs(hidden, (weight, bias), torch.zeros(0, dtype=torch.int64), want_entropy=True)
+    log_probs, entropy, _ = token_log_probs(
+        hidden, (weight, bias), torch.zeros(0, dtype=torch.int64), want=Extra.ENTROPY
+    )
     assert entropy is not None
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
@@ -146,8 +170,8 @@ def test_no_target_gives_zero_gradients_not_none() -> None:
 def test_bfloat16_head_sums_its_gradient_in_float32() -> None:
     hidden, weight, _, targets, _ = _inputs(256, 4, 10)
     low = weight.detach().bfloat16().requires_grad_()
-    wanted, _ = token_log_probs(hidden.bfloat16().float(), (low.float(), None), targets)
-    found, _ = token_log_probs(hidden.bfloat16(), (low, None), targets, chunk_tokens=1)
+    wanted, *_ = token_log_probs(hidden.bfloat16().float(), (low.float(), None), targets)
+    found, *_ = token_log_probs(hidden.bfloat16(), (low, None), targets, chunk_tokens=1)
     assert found.dtype == torch.float32
     (exact,) = torch.autograd.grad(wanted.sum(), low)
     (grad,) = torch.autograd.grad(found.sum(), low)

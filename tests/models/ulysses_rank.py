@@ -20,6 +20,7 @@ from vrl.models.loading import load_policy, load_value_model
 from vrl.models.packing import PackedBatch, pack
 from vrl.models.policy import CausalPolicy
 from vrl.models.renderer import load_renderer
+from vrl.models.token_log_probs import Extra
 from vrl.models.ulysses import SequenceGroup, heads_to_tokens, tokens_to_heads
 from vrl.models.value import ValueModel
 
@@ -101,7 +102,7 @@ def _outputs(model: nn.Module, packed: PackedBatch) -> list[Tensor]:
         return [model(packed)]
     assert isinstance(model, CausalPolicy)
     wanted = torch.arange(len(packed.input_ids)) % 5 != 0
-    outputs = model(packed, temperature=0.8, want_entropy=True, chunk_tokens=16, positions=wanted)
+    outputs = model(packed, temperature=0.8, want=Extra.ENTROPY, chunk_tokens=16, positions=wanted)
     assert outputs.entropy is not None
     return [outputs.log_probs, outputs.entropy]
 
@@ -144,7 +145,7 @@ def check_single_tokens(text: str, sequence: SequenceGroup) -> None:
     """Fewer tokens than ranks: a rank then has nothing but filling."""
     model = load_policy(text, torch.float32)
     ids, offsets = torch.tensor([20]), torch.tensor([0, 1])
-    outputs = model(pack(ids, offsets, sequence=sequence), want_entropy=True)
+    outputs = model(pack(ids, offsets, sequence=sequence), want=Extra.ENTROPY)
     assert outputs.log_probs.tolist() == [0.0]
     outputs.log_probs.sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []

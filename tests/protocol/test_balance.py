@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vrl.protocol.balance import micro_batches, partition
+from vrl.protocol.balance import in_order, micro_batches, partition, rows_of, unit_sums, units_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "seqlen_balance.json").read_text())
 BATCHES = {batch["id"]: batch["lengths"] for batch in GOLDEN["batches"]}
@@ -155,3 +155,33 @@ def test_rows_that_waste_half_the_budget_are_planned_at_once() -> None:
     plan = micro_batches(lengths, 1000)
     assert len(plan) == 256
     assert len(micro_batches([600 + i % 20 for i in range(512)], 1000)) == 512
+
+
+# -- rows that stay together -------------------------------------------------------------------------------------------
+
+
+@checked
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=24), st.integers(1, 120), st.integers(1, 8))
+def test_units_are_cut_whole_within_the_limit_or_alone(
+    rows: list[tuple[int, int]], max_tokens: int, max_rows: int
+) -> None:
+    groups, lengths = [group for group, _ in rows], [length for _, length in rows]
+    units = units_of(groups)
+    assert [groups[unit[0]] for unit in units] == list(dict.fromkeys(groups))
+    tokens = unit_sums(units, lengths)
+    for plan, sizes, limit in (
+        (micro_batches(tokens, max_tokens), tokens, max_tokens),
+        (in_order([len(unit) for unit in units], max_rows), [len(unit) for unit in units], max_rows),
+    ):
+        parts = rows_of(units, plan)
+        assert_every_row_once(parts, len(rows))
+        assert all(part == sorted(part) for part in parts)
+        for group in set(groups):
+            assert sum(1 for part in parts if any(groups[row] == group for row in part)) == 1
+        assert all(len(part) == 1 or sum(sizes[unit] for unit in part) <= limit for part in plan)
+
+
+def test_units_in_order_fill_up_before_the_next_begins() -> None:
+    assert in_order([1] * 7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert in_order([2, 2, 1, 5, 1], 3) == [[0], [1, 2], [3], [4]]
+    assert in_order([], 3) == []

@@ -146,6 +146,20 @@ def test_a_mini_batch_of_one_row_leaves_ranks_without() -> None:
     assert [share.rows for share in shares] == [[0, 1], [], []]
 
 
+@checked
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=16), st.integers(1, 4))
+def test_groups_stay_on_one_rank(rows: list[tuple[int, int]], ranks: int) -> None:
+    groups, lengths = torch.tensor([group for group, _ in rows]), [length for _, length in rows]
+    membership = (groups // 2)[:, None].repeat(1, 2)  # two groups a mini-batch, two epochs
+    shares = mini_batch_shares(membership, lengths, ranks, groups)
+    assert len({len(share.steps) for share in shares}) == 1
+    for step in range(len(shares[0].steps)):
+        parts = [[int(groups[share.rows[k]]) for k in share.steps[step]] for share in shares]
+        for group in {group for part in parts for group in part}:
+            (holder,) = [part for part in parts if group in part]
+            assert holder.count(group) == groups.tolist().count(group)
+
+
 def test_no_rows_no_steps() -> None:
     shares = mini_batch_shares(torch.zeros(0, 2, dtype=torch.int64), [], 2)
     assert [(share.rows, share.steps) for share in shares] == [([], []), ([], [])]

@@ -22,10 +22,11 @@ from vrl.protocol.columns import (
     TURN_IDS,
     TURN_INFO,
     TURN_REWARDS,
+    TURN_STATES,
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta
-from vrl.protocol.rows import batch_of
+from vrl.protocol.rows import batch_of, group_numbers
 from vrl.protocol.trajectory import Prompt, StopReason, Trajectory, content_key
 
 PNG, JPG = b"\x89PNG", b"\xff\xd8"
@@ -135,3 +136,39 @@ def test_no_trajectory_gives_a_batch_of_no_rows_with_all_columns(positions: list
     batch = batch_of([], positions, Meta())
     assert len(batch) == 0
     assert batch.names() == ROLLOUT_COLUMNS - ({POSITION_IDS} if positions is None else set())
+
+
+def states_of(*trajectories: Trajectory) -> list[tuple[str, ...]]:
+    return batch_of(trajectories, None, Meta()).objects[TURN_STATES].tolist()
+
+
+def test_turns_answer_the_same_state_when_they_saw_the_same_tokens() -> None:
+    mask = (0, 0, 1, 0, 1, 1, 0, 0, 1)
+    base = trajectory(mask, input_ids=(1, 2, 30, 4, 50, 51, 6, 7, 80), prompt_length=2)
+    other = trajectory(mask, input_ids=(1, 2, 31, 4, 52, 53, 6, 8, 80), prompt_length=2)
+    longer = trajectory((0, 0, 1, 1, 0, 0, 1, 0, 1), input_ids=(1, 2, 30, 33, 6, 7, 50, 4, 9), prompt_length=2)
+    one, two, three = states_of(base, other, longer)
+    assert len({*one}) == 3
+    assert two[:2] == one[:2]  # what the model answered is no part of the state
+    assert two[2] != one[2]
+    assert three == (one[0], one[2], one[1])  # wherever the turn stands in its episode
+    (given,) = states_of(trajectory(mask, turn_states=("a", "b", "a")))
+    assert given == ("a", "b", "a")
+    assert states_of(trajectory((0, 0))) == [()]
+
+
+def test_images_tell_states_apart() -> None:
+    def seen(prompt_image: bytes, *later: bytes) -> tuple[str, ...]:
+        prompt = Prompt(row_id="7", uid="draw", messages=[], images=(prompt_image,))
+        return states_of(trajectory((0, 1, 0, 1), prompt=prompt, images=(prompt_image, *later)))[0]
+
+    assert seen(PNG, JPG) == seen(PNG, JPG)
+    assert seen(PNG, JPG)[0] != seen(JPG, JPG)[0]
+    assert seen(PNG, JPG)[0] == seen(PNG, PNG)[0]
+    assert seen(PNG, JPG)[1] != seen(PNG, PNG)[1]
+
+
+def test_groups_are_numbered_by_first_appearance() -> None:
+    prompts = [Prompt(row_id="7", uid=uid, messages=[]) for uid in "bab"]
+    batch = batch_of([trajectory((0, 1), prompt=prompt) for prompt in prompts], None, Meta())
+    assert group_numbers(batch).tolist() == [0, 1, 0]

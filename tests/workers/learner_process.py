@@ -15,6 +15,7 @@ from tests.workers.padded import PaddedPolicy, PaddedValue
 from tests.workers.rig import config_of, context_of, png, prompt, prompts_of
 from vrl.algorithms.losses.registry import LossParams, get_policy_loss
 from vrl.models.loading import load_policy, load_value_model
+from vrl.models.token_log_probs import Extra
 from vrl.protocol.columns import (
     ADVANTAGES,
     IMAGE_KEYS,
@@ -145,7 +146,7 @@ def measure(context: BuildContext, batch: DataProto, way: Way) -> dict[str, Any]
     objective = objective_of(context)
 
     def run(module, packed, rows):
-        outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want_entropy=True)
+        outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want=Extra.ENTROPY)
         return [outputs.log_probs, outputs.entropy]
 
     columns = per_token(learner.infer(mine, run), ("log_probs", "entropy"), way.shared_by)

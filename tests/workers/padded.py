@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import BAN_SHIFT, CausalPolicy, TokenOutputs
+from vrl.models.token_log_probs import Extra
 from vrl.models.value import ValueModel
 
 
@@ -59,7 +60,7 @@ class PaddedPolicy(nn.Module):
         *,
         temperature: float = 1.0,
         banned_ids: Sequence[int] = (),
-        want_entropy: bool = False,
+        want: Extra = Extra.NONE,
         chunk_tokens: int = 0,
         positions: Tensor | None = None,
     ) -> TokenOutputs:
@@ -74,7 +75,7 @@ class PaddedPolicy(nn.Module):
         entropy = nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0))[mask]
         if positions is not None:
             log_probs, entropy = (torch.where(positions, x, 0.0) for x in (log_probs, entropy))
-        return TokenOutputs(log_probs=log_probs, entropy=entropy)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy, sum_pi_squared=None)
 
 
 class PaddedValue(nn.Module):

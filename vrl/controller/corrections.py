@@ -1,4 +1,4 @@
-"""What the updates learn from, on the driver: a loss mask and weights of their own, and the tokens a loss treats apart.
+"""What the updates learn from, on the driver: rows, loss mask and weights of their own, and what a loss wants beside.
 
 The trainer applies `Corrections` once a step, after the advantages, to the rows it hands to the updates. Its own rows
 keep `loss_mask` as the rollout wrote it, so that rewards, advantages and the metrics of the rollout see every sampled
@@ -12,11 +12,13 @@ from typing import final
 
 import torch
 
+from vrl.algorithms import segments
 from vrl.algorithms.losses.registry import LossInputs, LossParams, PolicyLoss, get_policy_loss
 from vrl.algorithms.reward_shaping import mask_rows
 from vrl.algorithms.rollout_correction import RolloutCorrectionParams, rollout_correction
 from vrl.protocol.columns import (
     ADVANTAGES,
+    GROUP,
     LOSS_MASK,
     MINI_BATCH,
     OLD_LOG_PROBS,
@@ -24,17 +26,20 @@ from vrl.protocol.columns import (
     ROLLOUT_LOG_PROBS,
     SELECTED,
     STOP_REASON,
+    TOKEN_LEVEL_REWARDS,
+    UID,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from vrl.protocol.config.learner import ActorConfig
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.ragged import Ragged
+from vrl.protocol.rows import group_numbers
 from vrl.protocol.trajectory import StopReason
 from vrl.workers.losses import loss_params
 
 Correction = Callable[[DataProto], tuple[DataProto, dict[str, float]]]  # rows -> rows to learn from, metrics
-TokenChoice = Callable[[DataProto, int], DataProto]  # rows with mini-batches, seed -> rows with the tokens chosen
+LossColumns = Callable[[DataProto, int], DataProto]  # rows with mini-batches, seed -> with what the loss wants beside
 _CUT_AT_A_TOKEN_LIMIT = (StopReason.LENGTH, StopReason.CONTEXT_FULL)
 
 
@@ -72,6 +77,27 @@ class RolloutCorrection:
         if result.weights is not None:
             columns[ROLLOUT_IS_WEIGHTS] = Ragged(result.weights, mask.offsets)
         return batch.with_columns(**columns), {f"rollout_corr/{name}": x for name, x in result.metrics.items()}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PreferencePairs:
+    """What learns from preferences learns from pairs with one: a row alone (the other failed) and equal rows have none.
+
+    SPIN's code trains equal rows as well, the first as the chosen one: that is noise.
+    """
+
+    def __call__(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the rows of groups of two whose rewards differ, and how many pairs these are and how many not."""
+        rewards = batch.ragged(TOKEN_LEVEL_REWARDS)
+        scores = segments.row_sum(rewards.values.double(), rewards.offsets).tolist()
+        found: dict[str, list[float]] = {}
+        for uid, score in zip(batch.objects[UID], scores, strict=True):
+            found.setdefault(uid, []).append(score)
+        pairs = {uid for uid, both in found.items() if len(both) == 2 and both[0] != both[1]}
+        kept = torch.tensor([uid in pairs for uid in batch.objects[UID]], dtype=torch.bool)
+        metrics = {"training/pairs": len(pairs), "training/pairs_without_preference": len(found) - len(pairs)}
+        return batch.rows(kept), {name: float(count) for name, count in metrics.items()}
 
 
 @final
@@ -127,20 +153,29 @@ def _inputs(rows: DataProto) -> LossInputs:
     )
 
 
-def none_selected(batch: DataProto, seed: int) -> DataProto:  # noqa: ARG001  (part of the interface)
+def whole_groups(batch: DataProto, seed: int) -> DataProto:  # noqa: ARG001  (part of the interface)
+    """Return the rows with column `group`, which keeps a group on one rank and in one micro-batch."""
+    return batch.with_columns(**{GROUP: group_numbers(batch)})
+
+
+def no_columns(batch: DataProto, seed: int) -> DataProto:  # noqa: ARG001  (part of the interface)
     """Return the rows as they are: for losses that treat all tokens alike, and for the critic."""
     return batch
 
 
-def token_choice(actor: ActorConfig) -> TokenChoice:
-    """Return how the policy loss chooses tokens."""
+def loss_columns(actor: ActorConfig) -> LossColumns:
+    """Return what the policy loss wants beside: tokens chosen from each mini-batch, or groups."""
     loss = get_policy_loss(actor.policy_loss.loss_mode)
-    return SelectedTokens(loss, loss_params(actor)) if loss.needs_selection else none_selected
+    if loss.needs_whole_groups:
+        return whole_groups
+    return SelectedTokens(loss, loss_params(actor)) if loss.needs_selection else no_columns
 
 
-def corrections(config: AlgorithmConfig) -> Corrections:
-    """Return what changes the rows of the updates, in order; nothing unless the settings ask for it."""
+def corrections(config: AlgorithmConfig, loss: PolicyLoss | None = None) -> Corrections:
+    """Return what changes the rows of the updates, in order; nothing unless the settings or the loss ask for it."""
     parts = list[Correction]()
+    if loss is not None and loss.compares_pairs:
+        parts.append(PreferencePairs())
     if config.mask_truncated_completions:
         parts.append(MaskTruncated())
     if config.rollout_correction.enabled:

@@ -25,16 +25,18 @@ from vrl.protocol.columns import (
     REF_LOG_PROBS,
     RETURNS,
     REWARD_BASELINES,
+    SUM_PI_SQUARED,
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
     TURN_IDS,
-    UID,
+    TURN_STATES,
     VALUES,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
+from vrl.protocol.rows import group_numbers
 
 Shaping = Callable[[DataProto, Tensor], tuple[Tensor, dict[str, float]]]  # rows, their rewards [T] -> new ones, metrics
 
@@ -140,16 +142,18 @@ class Advantage:
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the advantages and returns columns."""
         rewards = batch.ragged(TOKEN_LEVEL_REWARDS)
-        number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
         inputs = AdvantageInputs(
             token_level_rewards=rewards.values,
             mask=batch.ragged(LOSS_MASK).values,
-            group=torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64),
+            group=group_numbers(batch),
             offsets=batch.ragged(INPUT_IDS).offsets,
-            values=batch.ragged(VALUES).values if VALUES in batch else None,
+            values=_tokens(batch, VALUES),
             turn_ids=batch.ragged(TURN_IDS).values,
             reward_baselines=batch.dense(REWARD_BASELINES) if REWARD_BASELINES in batch else None,
             reward_components=score_parts(batch, self.reward_keys) if self.reward_keys else None,
+            state_ids=state_ids(batch) if self.estimator.needs_state_ids else None,
+            old_log_probs=_tokens(batch, OLD_LOG_PROBS),
+            sum_pi_squared=_tokens(batch, SUM_PI_SQUARED),
         )
         outputs = self.estimator(inputs, self.params)
         return DataProto(
@@ -158,3 +162,26 @@ class Advantage:
                 RETURNS: Ragged(outputs.returns, rewards.offsets),
             }
         )
+
+
+def _tokens(batch: DataProto, name: str) -> Tensor | None:
+    return batch.ragged(name).values if name in batch else None
+
+
+def state_ids(batch: DataProto) -> Tensor:
+    """Return int64 `[T]`: the number of the state that each sampled token's turn answers, -1 elsewhere.
+
+    Equal numbers are equal entries of column `turn_states`. Raises ValueError for a row with more turns than states.
+    """
+    turns = batch.ragged(TURN_IDS)
+    rows: list[tuple[str, ...]] = batch.objects[TURN_STATES].tolist()
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    of_row = torch.repeat_interleave(torch.arange(len(rows)), turns.lengths)
+    missing = turns.values >= counts[of_row]
+    if bool(missing.any()):
+        row = int(of_row[missing][0])
+        raise ValueError(f"row {row} names {len(rows[row])} turn_states and has a turn {int(turns.values[missing][0])}")
+    number = {state: i for i, state in enumerate(dict.fromkeys(state for row in rows for state in row))}
+    numbers = torch.tensor([*(number[state] for row in rows for state in row), -1], dtype=torch.int64)
+    found = numbers[(counts.cumsum(0) - counts)[of_row] + turns.values.clamp(min=0)]
+    return torch.where(turns.values >= 0, found, -1)

@@ -32,11 +32,11 @@ from vrl.protocol.columns import (
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
     TURN_IDS,
-    UID,
     VALUES,
 )
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import row_shares
+from vrl.protocol.rows import group_numbers
 from vrl.protocol.trajectory import StopReason
 
 _SECONDS = "timing_s/"
@@ -182,9 +182,8 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _group_metrics(batch: DataProto) -> dict[str, float]:
-    number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
-    group = torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64)
-    return {"training/groups_without_variance": equal_group_share(row_sums(batch, TOKEN_LEVEL_SCORES), group)}
+    share = equal_group_share(row_sums(batch, TOKEN_LEVEL_SCORES), group_numbers(batch))
+    return {"training/groups_without_variance": share}
 
 
 def _mismatch_metrics(batch: DataProto) -> dict[str, float]:

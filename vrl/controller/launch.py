@@ -2,10 +2,10 @@
 
 import ray
 
-from vrl.algorithms.advantages.registry import AdvantageEstimator, get_advantage, known_advantages
+from vrl.algorithms.advantages.registry import known_advantages
 from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
-from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
+from vrl.algorithms.losses.registry import known_policy_losses
 from vrl.controller.corrections import correction_params
 from vrl.controller.pools import pool_specs
 from vrl.controller.prepare import prepare
@@ -46,22 +46,14 @@ def fine_tune(config: Config, gpus: bool) -> str:
 
 
 def known_names() -> KnownNames:
-    """Return the names in the registries that a run can feed: environment states and whole groups are missing."""
+    """Return the names that the registries hold."""
     return KnownNames(
-        adv_estimators=[name for name in known_advantages() if _can_feed(get_advantage(name))],
-        policy_losses=[
-            loss.name
-            for loss in map(get_policy_loss, known_policy_losses())
-            if not (loss.needs_whole_groups or loss.needs_ref_log_probs)
-        ],
+        adv_estimators=known_advantages(),
+        policy_losses=known_policy_losses(),
         loss_agg_modes=AGGREGATION_MODES,
         kl_estimators=KL_ESTIMATORS,
         loggers=LOGGERS,
     )
-
-
-def _can_feed(estimator: AdvantageEstimator) -> bool:
-    return not (estimator.needs_state_ids or estimator.needs_sum_pi_squared)
 
 
 def check_model(config: Config) -> None:

@@ -1,7 +1,7 @@
 """The roles as the training loop sees them: verbs on batches. A role that a run does not need is a null object."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -52,12 +52,14 @@ class Values(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The rows of a step: those to train on, in the order of prompts and samples, and those that failed."""
+    """The rows of a step: those to train on, in the order of prompts and samples, those that failed, and the rest."""
 
     rows: DataProto
     failed: DataProto
     policy_version: int
     timing: dict[str, float]
+    dropped: DataProto = NOTHING  # sampled and scored, but left out of training
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Scores(Protocol):

@@ -15,9 +15,10 @@ from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.algorithms.losses.registry import get_policy_loss
 from vrl.controller.baseline import GreedyBaseline, NoBaseline
 from vrl.controller.checkpoints import Checkpoints
-from vrl.controller.corrections import corrections, token_choice
+from vrl.controller.corrections import corrections, loss_columns
 from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.evaluation import Evaluation
+from vrl.controller.group_filter import group_filter
 from vrl.controller.pools import Pools, pool_specs
 from vrl.controller.prompt_queue import start_queue
 from vrl.controller.resource_pool import check_cluster
@@ -59,7 +60,7 @@ def load_data(config: Config, renderer: HFRenderer, tools: Schemas | None = None
     """
     data, tools = config.data, tools or {}
     train, most_images = _rows(config, renderer, tools, data.train_files, "training")
-    loader = PromptLoader(train, data.train_batch_size, seed=config.data_seed, shuffle=data.shuffle)
+    loader = PromptLoader(train, config.prompts_per_draw, seed=config.data_seed, shuffle=data.shuffle)
     validation: list[Prompt] = []
     if data.val_files:
         rows, images = _rows(config, renderer, tools, data.val_files, "held-out")
@@ -204,6 +205,7 @@ def trainer_over(
     roles = Roles(
         rollout=rollout,
         rollout_group=groups["rollout"],
+        groups=group_filter(config, rollout.generate, sampling, loader.next_batch),
         baseline=GreedyBaseline(rollout, sampling) if advantage.estimator.needs_reward_baselines else NoBaseline(),
         reward=reward_role(config, groups),
         actor=actor,
@@ -219,14 +221,14 @@ def trainer_over(
         (
             Rewards(config.algorithm, reward_shaping(config)),
             advantage,
-            corrections(config.algorithm),
+            corrections(config.algorithm, get_policy_loss(policy.policy_loss.loss_mode)),
         ),
         (
             MiniBatches(
                 prompts=policy.ppo_mini_batch_size,
                 epochs=policy.ppo_epochs,
                 shuffle=policy.shuffle,
-                choose=token_choice(policy),
+                add=loss_columns(policy),
             ),
             MiniBatches(prompts=config.critic_mini_batch_size, epochs=config.critic_epochs, shuffle=policy.shuffle),
         ),
@@ -251,16 +253,20 @@ def needs_old_log_probs(config: Config) -> bool:
         config.updates_per_step > 1
         or algorithm.use_kl_in_reward
         or algorithm.rollout_correction.enabled
+        or config.needs_sum_pi_squared
         or get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode).needs_selection
     )
 
 
 def _advantage(config: Config) -> Advantage:
     algorithm = config.algorithm
+    is_gigpo = algorithm.adv_estimator == "gigpo"  # whose switch has a name of its own
+    by_std = algorithm.gigpo.mode == "mean_std_norm" if is_gigpo else algorithm.norm_adv_by_std_in_grpo
     params = AdvantageParams(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
-        norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo,
+        norm_adv_by_std=by_std,
+        step_advantage_w=algorithm.gigpo.step_advantage_w,
         high_level_gamma=algorithm.high_level_gamma,
         component_weights=algorithm.gdpo_reward_weights,
         over_all_turns=algorithm.grpo_turn_over_all_turns,

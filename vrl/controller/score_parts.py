@@ -12,16 +12,17 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.errors import RewardError
 
 
-def score_parts(batch: DataProto, keys: Sequence[str]) -> Tensor:
+def score_parts(batch: DataProto, keys: Sequence[str], setting: str = "algorithm.gdpo_reward_keys") -> Tensor:
     """Return float64 `[B, C]`: the part of each of the C keys, from the dicts in column `score_extra`.
 
-    True and false are 1 and 0. Raises RewardError naming the first row and key without a finite number.
+    True and false are 1 and 0. Raises RewardError naming the first row and key without a finite number, and the
+    setting that asks for it.
     """
     extras: list[Mapping[str, Any]] = batch.objects[SCORE_EXTRA].tolist()
     rows = [[_number(extra.get(key)) for key in keys] for extra in extras]
     for row, numbers in enumerate(rows):
         if None in numbers:
-            raise RewardError(_message(batch, row, keys[numbers.index(None)]))
+            raise RewardError(_message(batch, row, keys[numbers.index(None)], setting))
     return torch.tensor(rows, dtype=torch.float64).reshape(len(batch), len(keys))
 
 
@@ -29,12 +30,12 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _message(batch: DataProto, row: int, key: str) -> str:
+def _message(batch: DataProto, row: int, key: str, setting: str) -> str:
     extra = batch.objects[SCORE_EXTRA][row]
     found = f"gave {key}={extra[key]!r}, no finite number" if key in extra else f"gave no {key!r}"
     there = ", ".join(sorted(extra)) or "nothing"
     return (
         f"row {row} of the step (sample {int(batch.dense(SAMPLE_INDEX)[row])} of {batch.objects[UID][row]}, data "
         f"source {batch.objects[DATA_SOURCE][row]}): its reward {found}; beside the score there is {there}. "
-        "Let the reward function return a dict with a number for each of algorithm.gdpo_reward_keys, or change the keys"
+        f"Let the reward function return a dict with a number for each name in {setting}, or change the setting"
     )

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from vrl.controller.baseline import Baseline
 from vrl.controller.checkpoints import Checkpoints
-from vrl.controller.corrections import Corrections, TokenChoice, none_selected
+from vrl.controller.corrections import Corrections, LossColumns, no_columns
 from vrl.controller.credit import Advantage, Rewards
 from vrl.controller.data_metrics import (
     balance_metrics,
@@ -20,6 +20,7 @@ from vrl.controller.data_metrics import (
     performance_metrics,
 )
 from vrl.controller.evaluation import Evaluation
+from vrl.controller.group_filter import Groups, all_rows
 from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.tracking import Tracker
@@ -41,6 +42,7 @@ class Roles:
 
     rollout: Rollout
     rollout_group: WorkerGroup
+    groups: Groups
     baseline: Baseline
     reward: Scores
     actor: Actor
@@ -57,15 +59,15 @@ class MiniBatches:
     prompts: int
     epochs: int
     shuffle: bool
-    choose: TokenChoice = none_selected
+    add: LossColumns = no_columns
 
     def assign(self, batch: DataProto, seed: int) -> DataProto:
         """Return the rows with column `mini_batch`, `[B, epochs]`: the optimizer step of an epoch that a row is in.
 
-        And with the tokens that the loss chooses from each mini-batch, where it does.
+        And with what the loss asks for: the tokens it chooses from each mini-batch, or the groups.
         """
         column = assign_mini_batches(list(batch.objects[UID]), self.prompts, self.epochs, seed, self.shuffle)
-        return self.choose(batch.with_columns(**{MINI_BATCH: column}), seed)
+        return self.add(batch.with_columns(**{MINI_BATCH: column}), seed)
 
 
 @final
@@ -170,6 +172,7 @@ class Trainer:
         with timer("step"):
             with timer("gen"):
                 generated = roles.rollout.generate(prompts, self.sampling, self.global_step)
+                generated, prompts = roles.groups.complete(generated, prompts, self.global_step)
             with timer("gen_max"):
                 generated = roles.baseline.beside(generated, prompts, self.global_step)
             with timer("reward_model"):
@@ -188,6 +191,7 @@ class Trainer:
                 batch |= self.rewards(batch)
                 batch |= self.advantage(batch)
                 learnt, metrics = self.corrections(batch)
+            self._count_samples(len(learnt))
             with timer("update_critic"):
                 critic_metrics = roles.critic.update(self.critic_batches.assign(learnt, self._update_seed()))
             if self.global_step > self.plan.critic_warmup:
@@ -204,8 +208,9 @@ class Trainer:
 
     def _usable(self, generated: Generated) -> DataProto:
         """Return the rows to train on; too many failures end the run with the first cause."""
-        failed, total = len(generated.failed), len(generated.failed) + len(generated.rows)
-        self.outputs.rollout_files.write_beside(generated, self.global_step)
+        failed = len(generated.failed)
+        total = failed + len(generated.rows) + len(generated.dropped)
+        self.outputs.rollout_files.write_beside(all_rows(generated), self.global_step)
         if failed and (self.plan.stop_on_reward_failure or failed > self.plan.max_failed_ratio * total):
             raise RewardError(
                 f"step {self.global_step}: {failed} of {total} episodes failed outside the model; the first: "
@@ -214,18 +219,21 @@ class Trainer:
         return generated.rows
 
     def _without_samples(self, generated: Generated, timer: Timers) -> dict[str, float]:
-        self._steps_without_samples += 1
+        self._count_samples(0)
+        return {**failure_metrics(generated.failed), **generated.metrics, **timer.seconds}
+
+    def _count_samples(self, rows: int) -> None:
+        self._steps_without_samples = 0 if rows else self._steps_without_samples + 1
         if self._steps_without_samples >= self.plan.max_steps_without_samples:
             raise WorkerError(
-                f"{self._steps_without_samples} steps in a row had no usable row; see the failures in the rollout "
-                "files (trainer.max_steps_without_samples sets when a run gives up)"
+                f"{self._steps_without_samples} steps in a row had no row to learn from: episodes failed, or their "
+                "rewards were all equal; see the rollout files (trainer.max_steps_without_samples sets when a run "
+                "gives up)"
             )
-        return {**failure_metrics(generated.failed), **timer.seconds}
 
     def _metrics(
         self, batch: DataProto, generated: Generated, metrics: dict[str, float], timer: Timers
     ) -> dict[str, float]:
-        self._steps_without_samples = 0
         if metrics.get("actor/skipped_in_a_row", 0.0) >= self.plan.max_nonfinite_steps:
             raise WorkerError(
                 f"{int(metrics['actor/skipped_in_a_row'])} optimizer steps in a row had a gradient that was not "
@@ -240,6 +248,7 @@ class Trainer:
             **data_metrics(batch),
             **self.rewards.metrics,
             **metrics,
+            **generated.metrics,
             **generated.timing,
             **timer.seconds,
             **performance_metrics(timer.seconds, batch, self.plan.total_ranks),

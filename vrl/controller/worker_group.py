@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vrl.controller.calls import Calls, Place
 from vrl.controller.resource_pool import PoolSpec, ResourcePool, free_port
-from vrl.protocol.columns import INPUT_IDS, MINI_BATCH
+from vrl.protocol.columns import GROUP, INPUT_IDS, MINI_BATCH
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
 from vrl.protocol.dispatch import (
@@ -157,7 +157,8 @@ class WorkerGroup:
 
     def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> Callable[[], dict[str, float]]:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist()
-        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.data_parallel_size)
+        groups = batch.dense(GROUP) if GROUP in batch else None
+        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.data_parallel_size, groups)
         slim = batch.drop([MINI_BATCH])
         parts = self._send_shares(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
         return lambda: reduce_metrics(parts())

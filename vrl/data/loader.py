@@ -40,7 +40,7 @@ class PromptLoader:
         if len(dataset) < (batch_size if drop_last else 1):
             raise DataError(
                 f"the dataset has {len(dataset)} rows, less than one batch of data.train_batch_size={batch_size}; "
-                "lower it or give more data"
+                "(data.gen_batch_size where groups are filtered); lower it or give more data"
             )
         self._dataset = dataset
         self._batch_size = batch_size

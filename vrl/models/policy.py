@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from vrl.models import backbone
 from vrl.models.packing import PackedBatch
-from vrl.models.token_log_probs import token_log_probs
+from vrl.models.token_log_probs import Extra, token_log_probs
 
 BAN_SHIFT: Final = -100.0  # vLLM's lowest logit_bias; added to a logit, it is no minus infinity
 
@@ -24,10 +24,14 @@ BAN_SHIFT: Final = -100.0  # vLLM's lowest logit_bias; added to a logit, it is n
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """`log_probs[t]` and `entropy[t]` (nats) belong to token t given those before it; 0 where not asked for."""
+    """`log_probs[t]`, `entropy[t]` (nats) and `sum_pi_squared[t]` belong to token t given those before it.
+
+    They are 0 at positions that were not asked for.
+    """
 
     log_probs: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
+    sum_pi_squared: Float[Tensor, " T"] | None
 
 
 @final
@@ -44,7 +48,7 @@ class CausalPolicy(nn.Module):
         *,
         temperature: float = 1.0,
         banned_ids: Sequence[int] = (),
-        want_entropy: bool = False,
+        want: Extra = Extra.NONE,
         chunk_tokens: int = 1024,
         positions: Bool[Tensor, " T"] | None = None,
     ) -> TokenOutputs:
@@ -54,26 +58,25 @@ class CausalPolicy(nn.Module):
             packed: the rows.
             temperature: of sampling; > 0.
             banned_ids: tokens whose logits are lowered by 100, as in the engine.
-            want_entropy: return the entropy of the same distribution, too. It costs no memory.
+            want: what else of the same distribution is returned. It costs no memory.
             chunk_tokens: tokens whose logits exist at a time.
             positions: the tokens whose log-probs are wanted; all by default. The first token of a row never has one.
         """
         hidden = backbone.hidden_states(self.hf.base_model, packed)
         index, before = backbone.predicted_here(packed, positions)
         head: Any = self.hf.get_output_embeddings()  # a linear layer; the library's type allows for none
-        log_probs, entropy = token_log_probs(
+        found = token_log_probs(
             hidden[before],
             (head.weight, head.bias),
             packed.input_ids[index],
             shift=_ban(banned_ids, head.weight),
             temperature=temperature,
-            want_entropy=want_entropy,
+            want=want,
             chunk_tokens=chunk_tokens,
         )
-        return TokenOutputs(
-            log_probs=backbone.by_token(packed, index, log_probs),
-            entropy=None if entropy is None else backbone.by_token(packed, index, entropy),
-        )
+        log_probs, entropy, squares = (None if x is None else backbone.by_token(packed, index, x) for x in found)
+        assert log_probs is not None
+        return TokenOutputs(log_probs=log_probs, entropy=entropy, sum_pi_squared=squares)
 
     def decoder_layers(self) -> Sequence[nn.Module]:
         """Return the decoder's layers, to shard one by one."""

@@ -1,16 +1,33 @@
-"""Log-probs and entropy of next tokens from hidden states, without ever keeping the logits. Used by `CausalPolicy`.
+"""Log-probs of next tokens, and more of their distribution, without ever keeping the logits. Used by `CausalPolicy`.
 
 Full logits of 32k tokens and 152k words take 18 GiB in float32. Here a chunk of tokens at a time goes through the head,
 and the backward pass computes each chunk's logits again: memory is one chunk's, whatever the length.
 """
 
-from typing import Any, final
+from enum import Flag, auto
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+
+class Extra(Flag):
+    """What is wanted of a token's distribution beside the log-prob."""
+
+    NONE = 0
+    ENTROPY = auto()
+    SUM_PI_SQUARED = auto()
+
+
+class TokenStatistics(NamedTuple):
+    """Of each target: its log-prob, and of its distribution the entropy and the sum of squared probabilities."""
+
+    log_probs: Float[Tensor, " N"]
+    entropy: Float[Tensor, " N"] | None
+    sum_pi_squared: Float[Tensor, " N"] | None
 
 
 def token_log_probs(
@@ -20,13 +37,13 @@ def token_log_probs(
     *,
     shift: Float[Tensor, " V"] | None = None,
     temperature: float = 1.0,
-    want_entropy: bool = False,
+    want: Extra = Extra.NONE,
     chunk_tokens: int = 1024,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return each target's log-prob under `softmax((hidden @ weight.T + bias + shift) / temperature)`, and its entropy.
+) -> TokenStatistics:
+    """Return each target's log-prob under `softmax((hidden @ weight.T + bias + shift) / temperature)`, and more of it.
 
     The head's product runs in the head's dtype, everything after it in float32, as in vLLM (`processed_logprobs`: bias
-    first, then temperature). Both results are differentiable in `hidden`, the head's weight and its bias.
+    first, then temperature). Log-prob and entropy are differentiable in `hidden`, the head's weight and its bias.
 
     Args:
         hidden: what goes into the head, one row a wanted token.
@@ -34,16 +51,18 @@ def token_log_probs(
         targets: the tokens whose log-probs are wanted.
         shift: added to the logits, such as -100 on banned tokens.
         temperature: of sampling; > 0.
-        want_entropy: return the entropy in nats, too (else None).
+        want: the entropy in nats, the sum over the vocabulary of p^2 (without gradient); None where not asked for.
         chunk_tokens: tokens whose logits exist at a time.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} has no log-probs; it must be above 0 (0 is for evaluation only)")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    settings = (temperature, want_entropy, chunk_tokens)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, *head, shift, targets, settings)
-    return log_probs, entropy if want_entropy else None
+    settings = (temperature, want, chunk_tokens)
+    log_probs, entropy, squares = _TokenLogProbs.apply(hidden, *head, shift, targets, settings)
+    return TokenStatistics(
+        log_probs, entropy if Extra.ENTROPY in want else None, squares if Extra.SUM_PI_SQUARED in want else None
+    )
 
 
 def _scaled_logits(
@@ -66,12 +85,13 @@ class _TokenLogProbs(Function):
         bias: Tensor | None,
         shift: Tensor | None,
         targets: Tensor,
-        settings: tuple[float, bool, int],
-    ) -> tuple[Tensor, Tensor]:
-        temperature, want_entropy, chunk = settings
+        settings: tuple[float, Extra, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        temperature, want, chunk = settings
         log_probs = hidden.new_zeros(len(hidden), dtype=torch.float32)
         log_norm = torch.zeros_like(log_probs)
-        entropy = torch.zeros_like(log_probs) if want_entropy else log_probs.new_zeros(0)
+        entropy = torch.zeros_like(log_probs) if Extra.ENTROPY in want else log_probs.new_zeros(0)
+        squares = torch.zeros_like(log_probs) if Extra.SUM_PI_SQUARED in want else log_probs.new_zeros(0)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = _scaled_logits(hidden[part], weight, bias, shift, temperature)
@@ -81,18 +101,25 @@ class _TokenLogProbs(Function):
             norm = logits.logsumexp(dim=-1)
             log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - norm
             log_norm[part] = norm + top[:, 0]
-            if want_entropy:
-                entropy[part] = _entropy(logits.sub_(norm[:, None]))
+            if want:
+                logits -= norm[:, None]
+            if Extra.ENTROPY in want:
+                entropy[part] = _entropy(logits)
+            if Extra.SUM_PI_SQUARED in want:
+                squares[part] = logits.mul_(2.0).exp_().sum(dim=-1)
         ctx.save_for_backward(hidden, weight, bias, shift, targets, log_norm, entropy)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None = None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, shift, targets, log_norm, entropy = ctx.saved_tensors
-        temperature, _, chunk = ctx.settings
+        temperature, _want, chunk = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None

@@ -1,5 +1,7 @@
 """Cut rows into parts of nearly equal token counts: over data-parallel ranks and into micro-batches. Torch-free.
 
+Rows that must stay together are cut as one unit (`units_of`, `unit_sums`, then `rows_of`).
+
 Largest first onto the lightest part, and Karmarkar-Karp (largest differencing), each improved by moves and swaps
 between the heaviest part and the others; the better one wins. Large problems stop at a thousandth above the ideal.
 """
@@ -61,6 +63,37 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, at_least: int = 1) ->
         even = partition(short_lengths, wanted)
         bins = even if _heaviest(even, short_lengths) <= max_tokens else bins + [[]] * (wanted - len(bins))
     return [[short[i] for i in part] for part in bins] + long
+
+
+def in_order(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return runs of neighbouring units whose sizes add up to at most `limit`; a larger unit stands alone."""
+    runs: list[list[int]] = []
+    filled = limit
+    for unit, size in enumerate(sizes):
+        if filled + size > limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append(unit)
+        filled += size
+    return runs
+
+
+def units_of(groups: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each group, groups in the order in which they first appear."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return list(members.values())
+
+
+def unit_sums(units: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
+    """Return the tokens of each unit."""
+    return [sum(lengths[row] for row in unit) for unit in units]
+
+
+def rows_of(units: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the rows of parts that were cut in units, sorted."""
+    return [sorted(row for unit in part for row in units[unit]) for part in parts]
 
 
 def _few_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

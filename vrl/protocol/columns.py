@@ -55,9 +55,15 @@ GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate",
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
 TURN_REWARDS: Final = declare("turn_rewards", "object", "B", "rollout.generate", "tuple, a number a turn, or empty")
 TURN_INFO: Final = declare("turn_info", "object", "B", "rollout.generate", "tuple, a mapping a turn, or empty")
+TURN_STATES: Final = declare(
+    "turn_states", "object", "B", "rollout.generate", "hash of what each turn answers, a tuple"
+)
 # Written by the learner
 OLD_LOG_PROBS: Final = declare("old_log_probs", "float32", "T", "actor.log_probs", "before the first update of a step")
 ENTROPY: Final = declare("entropy", "float32", "T", "actor.log_probs", "of the sampling distribution")
+SUM_PI_SQUARED: Final = declare(
+    "sum_pi_squared", "float32", "T", "actor.log_probs", "sum of p^2 over the vocabulary, where an estimator needs it"
+)
 REF_LOG_PROBS: Final = declare("ref_log_probs", "float32", "T", "reference.log_probs", "of the reference policy")
 VALUES: Final = declare("values", "float32", "T", "critic.values", "value of the prefix before a token")
 RM_SCORES: Final = declare("rm_scores", "float32", "B", "reward_model.score", "of the reward model, not weighted")
@@ -74,6 +80,7 @@ ROLLOUT_IS_WEIGHTS: Final = declare(
     "rollout_is_weights", "float32", "T", "rollout_correction", "importance of a token: learner over engine"
 )
 SELECTED: Final = declare("selected", "bool", "T", "trainer", "tokens that the policy loss treats apart")
+GROUP: Final = declare("group", "int64", "B", "trainer", "rows of equal numbers stay in one micro-batch")
 MINI_BATCH: Final = declare("mini_batch", "int64", "B E", "trainer", "which mini-batch a row is in, per epoch")
 
 

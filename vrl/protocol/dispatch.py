@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vrl.protocol.balance import partition
+from vrl.protocol.balance import partition, rows_of, unit_sums, units_of
 from vrl.protocol.columns import missing_column_message
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import as_array
@@ -98,17 +98,22 @@ class MiniBatchShare:
     steps: list[list[int]]
 
 
-def mini_batch_shares(membership: Tensor, lengths: Sequence[int], ranks: int) -> list[MiniBatchShare]:
+def mini_batch_shares(
+    membership: Tensor, lengths: Sequence[int], ranks: int, groups: Tensor | None = None
+) -> list[MiniBatchShare]:
     """Cut every mini-batch over the ranks, balanced by tokens.
 
-    `membership` is the `mini_batch` column, int64 `[B, E]`: the mini-batch of a row in each epoch.
+    `membership` is the `mini_batch` column, int64 `[B, E]`: the mini-batch of a row in each epoch. `groups` is the
+    `group` column, int64 `[B]`: rows of one group that are in one mini-batch go to one rank.
     """
+    group_of = as_array(torch.arange(len(lengths)) if groups is None else groups)
     plans: list[list[list[int]]] = [[] for _ in range(ranks)]
     for column in as_array(membership).T:
         for number in range(int(column.max()) + 1 if len(column) else 0):
             members: list[int] = np.flatnonzero(column == number).tolist()
-            shares = partition([lengths[i] for i in members], ranks)
-            for rank, share in enumerate(shares):
+            units = units_of(group_of[members].tolist())
+            shares = partition(unit_sums(units, [lengths[i] for i in members]), ranks)
+            for rank, share in enumerate(rows_of(units, shares)):
                 plans[rank].append([members[i] for i in share])
     out: list[MiniBatchShare] = []
     for plan in plans:

@@ -26,6 +26,7 @@ from vrl.protocol.columns import (
     TURN_IDS,
     TURN_INFO,
     TURN_REWARDS,
+    TURN_STATES,
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta, object_column
@@ -65,6 +66,7 @@ def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | N
         TURN_REWARDS: object_column(t.turn_rewards for t in trajectories),
         TURN_INFO: object_column(t.turn_info for t in trajectories),
         SCORE_EXTRA: object_column(dict(t.score_extra) | _failure(t) for t in trajectories),
+        TURN_STATES: object_column(t.turn_states or seen_by_turns(t) for t in trajectories),
     }
     return DataProto(columns, objects, {key: image for image, key in keys.items()}, meta)
 
@@ -89,6 +91,33 @@ def _score_row(trajectory: Trajectory) -> list[float]:
 def _last(values: Sequence[int], value: int) -> int:
     """Return the last place of a value, counted from the end."""
     return -1 - values[::-1].index(value)
+
+
+def seen_by_turns(trajectory: Trajectory) -> tuple[str, ...]:
+    """Return for each turn a hash of what the model saw since the one before: the prompt first, then observations.
+
+    By token ids, and for the prompt by its images. Which image belongs to which observation, ids do not say: the later
+    images of a row count in each of its later turns, so that turns never look equal when they are not.
+    """
+    first = len(trajectory.prompt.images)
+    states: list[str] = []
+    seen_to = 0
+    for at, turn in enumerate(trajectory.turn_ids):
+        if turn < 0:
+            continue
+        if turn >= len(states):
+            states += [""] * (turn - len(states))  # turns without a sampled token answer nothing
+            images = trajectory.images[first:] if seen_to else trajectory.images[:first]
+            ids = ",".join(map(str, trajectory.input_ids[seen_to:at]))
+            states.append(content_key("/".join([ids, *map(content_key, images)]).encode()))
+        seen_to = at + 1
+    return tuple(states)
+
+
+def group_numbers(batch: DataProto) -> Tensor:
+    """Return int64 `[B]`: the number of each row's group (uid), in the order in which groups first appear."""
+    number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
+    return torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64)
 
 
 def _failure(trajectory: Trajectory) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """The actor and the reference: log-probs of rows, and the actor's update. One instance a rank; all ranks call alike."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Self, final
 
@@ -13,7 +15,8 @@ from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
 from vrl.models.renderer import HFRenderer
 from vrl.models.saving import save_hf_folder
-from vrl.protocol.columns import ENTROPY, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS
+from vrl.models.token_log_probs import Extra
+from vrl.protocol.columns import ENTROPY, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, SUM_PI_SQUARED
 from vrl.protocol.config.model import FsdpConfig
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
@@ -30,19 +33,28 @@ from vrl.workers.losses import (
 )
 from vrl.workers.sharding import full_parameters
 
+_EXTRAS = {ENTROPY: Extra.ENTROPY, SUM_PI_SQUARED: Extra.SUM_PI_SQUARED}
+
 
 @final
 class ActorWorker:
     """Holds the policy, its optimizer and the policy's objective."""
 
     def __init__(
-        self, policy: CausalPolicy, learn: Learner, objective: PolicyObjective, renderer: HFRenderer, bucket_bytes: int
+        self,
+        policy: CausalPolicy,
+        learn: Learner,
+        objective: PolicyObjective,
+        renderer: HFRenderer,
+        bucket_bytes: int,
+        extras: Sequence[str] = (ENTROPY,),
     ) -> None:
         self._policy = policy
         self._learner = learn
         self._renderer = renderer
         self._objective = objective
         self._bucket_bytes = bucket_bytes
+        self._extras = tuple(extras)  # what `log_probs` returns beside them
 
     @classmethod
     def build(cls, context: BuildContext, total_steps: int) -> Self:
@@ -55,12 +67,16 @@ class ActorWorker:
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
         stays = residence(actor.fsdp_config, config.actor_rollout_ref.model.enable_activation_offload)
         learn = learner(policy, context, limits, step, stays, config.sequence_parallel_size("actor"))
-        return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20)
+        extras = (ENTROPY, SUM_PI_SQUARED) if config.needs_sum_pi_squared else (ENTROPY,)
+        return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20, extras)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(OLD_LOG_PROBS, ENTROPY))
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Return the log-probs and the entropy of sampled tokens under the present weights."""
-        return _log_probs(self._learner, self._objective.sampling, batch, (OLD_LOG_PROBS, ENTROPY))
+        """Return the log-probs and the entropy of sampled tokens under the present weights.
+
+        And the sum of squared probabilities, where the run's estimator needs it.
+        """
+        return _log_probs(self._learner, self._objective.sampling, batch, (OLD_LOG_PROBS, *self._extras))
 
     @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_POLICY)
     def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -162,16 +178,18 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
 
 
 def _log_probs(learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...]) -> DataProto:
+    want = reduce(or_, (_EXTRAS[name] for name in names[1:]), Extra.NONE)
+
     def run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
         outputs = module(
             packed,
             temperature=sampling.temperature,
             banned_ids=sampling.banned_ids,
-            want_entropy=len(names) > 1,
+            want=want,
             chunk_tokens=sampling.chunk_tokens,
             positions=rows.ragged(LOSS_MASK).values.to(packed.input_ids.device),
         )
-        return [outputs.log_probs] if outputs.entropy is None else [outputs.log_probs, outputs.entropy]
+        return [x for x in (outputs.log_probs, outputs.entropy, outputs.sum_pi_squared) if x is not None]
 
     columns = learn.infer(batch, run)  # nothing on a rank without rows, which still ran the collectives
     return DataProto(dict(zip(names, columns, strict=True)) if columns else {})

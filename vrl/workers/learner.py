@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from vrl.algorithms.aggregation import Counts
 from vrl.models.packing import PackedBatch
-from vrl.protocol.balance import micro_batches
-from vrl.protocol.columns import INPUT_IDS
+from vrl.protocol.balance import in_order, micro_batches, rows_of, unit_sums, units_of
+from vrl.protocol.columns import GROUP, INPUT_IDS
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.metrics import reduce_metrics
 from vrl.protocol.ragged import Ragged, concat_ragged
@@ -60,7 +60,10 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """How rows are cut into micro-batches: by token budget, or `rows` at a time when that is set."""
+    """How rows are cut into micro-batches: by token budget, or `rows` at a time when that is set.
+
+    Rows of one group (column `group`) stay together; what is above the limit by itself, row or group, stands alone.
+    """
 
     max_tokens: int = 16384
     rows: int | None = None
@@ -151,7 +154,7 @@ class Learner:
 
         `run` gives the tensors `[T]` of a micro-batch.
         """
-        plan = self._plan(batch, list(range(len(batch))))
+        plan = self._plan(batch)
         parts: list[list[Ragged]] = []
         with self.offload.loaded():
             self.module.eval()
@@ -197,7 +200,7 @@ class Learner:
         # from the results of the rank's own tokens only (`SequenceGroup.join`), so that the ranks' gradients add up to
         # that of one loss; a vision tower, run whole on each of them, gets the gradient of their visual tokens.
         scale = float(dist.get_world_size())
-        for part in self._plan(rows, list(range(len(rows)))):
+        for part in self._plan(rows):
             micro = rows.rows(part) if part else dummy_batch(rows, self.packer.needs_positions)
             packed = self.packer.pack(micro, self._device)
             watch.lap("data")
@@ -237,21 +240,20 @@ class Learner:
 
     # -- plans and reductions -----------------------------------------------------------------------------------
 
-    def _plan(self, batch: DataProto, members: list[int]) -> list[list[int]]:
+    def _plan(self, batch: DataProto) -> list[list[int]]:
         """Cut rows into micro-batches; all ranks get the same number, empty lists fill up."""
-        lengths = batch.ragged(INPUT_IDS).lengths.tolist() if len(batch) else []
-        wanted = [lengths[i] for i in members]
+        lengths: list[int] = batch.ragged(INPUT_IDS).lengths.tolist() if len(batch) else []
+        units = units_of(batch.dense(GROUP).tolist() if lengths and GROUP in batch else range(len(lengths)))
+        tokens = unit_sums(units, lengths)
         if self.limits.rows is not None:
-            plan = [
-                list(range(i, min(i + self.limits.rows, len(wanted)))) for i in range(0, len(wanted), self.limits.rows)
-            ]
+            plan = in_order([len(unit) for unit in units], self.limits.rows)
         else:
-            plan = micro_batches(wanted, self.limits.max_tokens)
+            plan = micro_batches(tokens, self.limits.max_tokens)
         count = self._global_max(max(1, len(plan)))
         if len(plan) < count and self.limits.rows is None:
-            plan = micro_batches(wanted, self.limits.max_tokens, at_least=count)
+            plan = micro_batches(tokens, self.limits.max_tokens, at_least=count)
         plan += [[] for _ in range(count - len(plan))]
-        return [[members[i] for i in part] for part in plan]
+        return rows_of(units, plan)
 
     def _global_max(self, value: int) -> int:
         tensor = torch.tensor([value], device=self._device)

@@ -8,14 +8,16 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from vrl.algorithms import aggregation
+from vrl.algorithms import aggregation, segments
 from vrl.algorithms.aggregation import Counts
 from vrl.algorithms.kl import kl_estimate
 from vrl.algorithms.losses.registry import LossInputs, LossParams, PolicyLoss
 from vrl.algorithms.losses.value_loss import value_loss
 from vrl.models.packing import PackedBatch
+from vrl.models.token_log_probs import Extra
 from vrl.protocol.columns import (
     ADVANTAGES,
+    GROUP,
     INPUT_IDS,
     LOSS_MASK,
     OLD_LOG_PROBS,
@@ -24,12 +26,15 @@ from vrl.protocol.columns import (
     ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOG_PROBS,
     SELECTED,
+    TOKEN_LEVEL_REWARDS,
     TURN_IDS,
     VALUES,
 )
 from vrl.protocol.config.learner import ActorConfig
 from vrl.protocol.dataproto import DataProto
 from vrl.workers.learner import LossOutput
+
+_ROW = "row/"  # before the name of a sum over rows
 
 
 @final
@@ -62,29 +67,17 @@ class PolicyObjective:
 
     def __call__(self, module: nn.Module, packed: PackedBatch, rows: DataProto, totals: Counts) -> LossOutput:
         """Run the policy on one micro-batch; return its share of the loss and the sums behind the metrics."""
-        mask = rows.ragged(LOSS_MASK).values
-        offsets = rows.ragged(INPUT_IDS).offsets
         device = packed.input_ids.device
         outputs = module(
             packed,
             temperature=self.sampling.temperature,
             banned_ids=self.sampling.banned_ids,
-            want_entropy=True,
+            want=Extra.ENTROPY,
             chunk_tokens=self.sampling.chunk_tokens,
-            positions=mask.to(device),
+            positions=_column(rows, LOSS_MASK, device),
         )
         log_probs, entropy = outputs.log_probs, outputs.entropy
-        detached = log_probs.detach()
-        on_policy = OLD_LOG_PROBS not in rows  # the only update of a step: its own forward gives the old log-probs
-        inputs = LossInputs(
-            log_probs=log_probs,
-            old_log_probs=detached if on_policy else _column(rows, OLD_LOG_PROBS, device),
-            advantages=_column(rows, ADVANTAGES, device),
-            mask=mask.to(device),
-            offsets=offsets.to(device),
-            rollout_is_weights=_column(rows, ROLLOUT_IS_WEIGHTS, device) if ROLLOUT_IS_WEIGHTS in rows else None,
-            selected=_column(rows, SELECTED, device) if SELECTED in rows else None,
-        )
+        inputs = self._inputs(rows, log_probs)
         result = self.loss(inputs, self.params)
         per_token = result.per_token
         # A loss whose paper fixes the aggregation brings its own; the other terms follow the setting.
@@ -98,6 +91,7 @@ class PolicyObjective:
         )
         total = share(per_token, mode=self.loss.aggregation or self.mode)
         sums = dict(aggregation.token_sums(dict(result.metrics), inputs.mask))
+        sums |= _row_sums(result.row_metrics, inputs)
         sums["pg_loss"] = total.detach()
         sums["entropy"] = (entropy.detach() * inputs.mask).sum()
         if self.entropy_coeff:
@@ -108,19 +102,43 @@ class PolicyObjective:
             sums["kl_loss"] = kl_term.detach()
             total = total + self.kl_coef * kl_term
         maxima = {}
-        if on_policy:
-            difference = probability_difference(detached, _column(rows, ROLLOUT_LOG_PROBS, device), inputs.mask)
+        if OLD_LOG_PROBS not in rows:
+            difference = probability_difference(
+                log_probs.detach(), _column(rows, ROLLOUT_LOG_PROBS, device), inputs.mask
+            )
             sums |= {"diff": difference.sum(), "diff_square": difference.double().square().sum()}
             maxima["diff"] = difference.max()
         return LossOutput(total, sums, maxima)
 
+    def _inputs(self, rows: DataProto, log_probs: Tensor) -> LossInputs:
+        device = log_probs.device
+        offsets = rows.ragged(INPUT_IDS).offsets.to(device)
+        on_policy = OLD_LOG_PROBS not in rows  # the only update of a step: its own forward gives the old log-probs
+        groups = self.loss.needs_whole_groups
+        return LossInputs(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if on_policy else _column(rows, OLD_LOG_PROBS, device),
+            advantages=_column(rows, ADVANTAGES, device),
+            mask=_column(rows, LOSS_MASK, device),
+            offsets=offsets,
+            rollout_is_weights=_column(rows, ROLLOUT_IS_WEIGHTS, device) if ROLLOUT_IS_WEIGHTS in rows else None,
+            ref_log_probs=_column(rows, REF_LOG_PROBS, device) if self.loss.needs_ref_log_probs else None,
+            selected=_column(rows, SELECTED, device) if SELECTED in rows else None,
+            group=rows.dense(GROUP).to(device) if groups else None,
+            scores=segments.row_sum(_column(rows, TOKEN_LEVEL_REWARDS, device).double(), offsets) if groups else None,
+        )
+
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], totals: Counts) -> dict[str, float]:
-        """Return means over the sampled tokens as `actor/*`; on-policy also `training/rollout_probs_diff_*`."""
+        """Return means over sampled tokens (over rows where the loss is one of whole rows) as `actor/*`.
+
+        On-policy also `training/rollout_probs_diff_*`.
+        """
         tokens = max(totals.tokens, 1)
         whole = ("pg_loss", "kl_loss")  # already shares of a global mean
         out = {f"actor/{name}": sums[name] for name in whole if name in sums}
         for name in sums.keys() - {*whole, "diff", "diff_square"}:
-            out[f"actor/{name}"] = sums[name] / tokens
+            divisor = max(totals.sequences, 1) if name.startswith(_ROW) else tokens
+            out[f"actor/{name.removeprefix(_ROW)}"] = sums[name] / divisor
         if "diff" in sums:
             out |= difference_metrics(sums["diff"], sums["diff_square"], maxima["diff"], tokens)
         return out
@@ -203,6 +221,13 @@ def loss_params(actor: ActorConfig) -> LossParams:
         clip_cov_ub=actor.policy_loss.clip_cov_ub,
         kl_cov_ratio=actor.policy_loss.kl_cov_ratio,
         ppo_kl_coef=actor.policy_loss.ppo_kl_coef,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        dro_beta=actor.policy_loss.dro_beta,
+        tba_beta=actor.policy_loss.tba_beta,
+        dpo_beta=actor.policy_loss.dpo_beta,
+        dpo_loss_type=actor.policy_loss.dpo_loss_type,
+        dpo_label_smoothing=actor.policy_loss.dpo_label_smoothing,
     )
 
 
@@ -226,6 +251,12 @@ def _counts(rows: DataProto) -> Counts:
     if not len(rows):
         return Counts(0, 0)
     return aggregation.counts(rows.ragged(LOSS_MASK).values, rows.ragged(INPUT_IDS).offsets)
+
+
+def _row_sums(metrics: Mapping[str, Tensor], inputs: LossInputs) -> dict[str, Tensor]:
+    """Return sums over the rows that have a sampled token, which `totals.sequences` counts."""
+    counted = segments.row_counts(inputs.mask, inputs.offsets) > 0
+    return {f"{_ROW}{name}": torch.where(counted, values.detach(), 0.0).sum() for name, values in metrics.items()}
 
 
 def _column(rows: DataProto, name: str, device: torch.device) -> Tensor:

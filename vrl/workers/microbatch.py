@@ -53,6 +53,8 @@ def dummy_batch(like: DataProto, needs_positions: bool) -> DataProto:
             columns[name] = Ragged(torch.arange(_DUMMY_LENGTH)[:, None].expand(-1, 3), offsets)
         elif spec.shape == "T":
             columns[name] = Ragged(torch.zeros(_DUMMY_LENGTH, dtype=dtype), offsets)
+        elif spec.shape == "B":
+            columns[name] = torch.zeros(1, dtype=dtype)
     mask = torch.zeros(_DUMMY_LENGTH, dtype=torch.bool)
     mask[-1] = True
     columns[LOSS_MASK] = Ragged(mask, offsets)

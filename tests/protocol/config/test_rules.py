@@ -22,7 +22,7 @@ from vrl.protocol.errors import ConfigError
 
 NAMES = KnownNames(
     adv_estimators={"gae", "grpo", "grpo_turn"},
-    policy_losses={"vanilla", "gspo"},
+    policy_losses={"vanilla", "gspo", "tba", "dpo"},
     loss_agg_modes={"token-mean", "seq-mean-token-mean"},
     kl_estimators={"kl", "low_var_kl"},
     reward_managers={"naive"},
@@ -123,7 +123,6 @@ FAULTS = [
         ["use_kl_in_reward=True has no effect", "use_kl_loss"],
     ),
     ({"algorithm.high_level_gamma": -0.1}, ["algorithm.high_level_gamma=-0.1", "from 0 to 1"]),
-    ({"algorithm.filter_groups.enable": True}, ["filter_groups.enable", "not supported"]),
     ({"reward_model.enable": True}, ["reward_model.enable=True", "reward_model.model.path"]),
     ({**REWARD_MODEL, "reward_model.weight": 0.0, "reward_model.rule_weight": 0.0}, ["weight=0", "no reward", "1.0"]),
     ({**REWARD_MODEL, "algorithm.adv_estimator": "remax"}, ["reward_model.enable=True", "remax", "False"]),
@@ -146,6 +145,35 @@ FAULTS = [
         ["reward_model.ulysses_sequence_parallel_size=2", "3 ranks"],
     ),
     ({"critic.resource_pool.n_gpus_per_node": 0}, ["critic.resource_pool.n_gpus_per_node=0", "1 or more"]),
+    ({"algorithm.filter_groups.enable": True, f"{R}.n": 1}, ["filter_groups.enable=True", "rollout.n=1", "n=8"]),
+    (
+        {
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.metric": "seq_final_reward",
+            "algorithm.use_kl_in_reward": True,
+        },
+        ["metric=seq_final_reward", "use_kl_in_reward=True", "metric=seq_reward"],
+    ),
+    (
+        {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 1},
+        ["10 draws", "gen_batch_size=1 ", "train_batch_size=16", "gen_batch_size=null"],
+    ),
+    ({f"{A}.policy_loss.loss_mode": "dpo"}, ["loss_mode=dpo", "rollout.n=8", "set it to 2"]),
+    ({f"{A}.policy_loss.loss_mode": "tba", f"{R}.n": 1}, ["loss_mode=tba", "rollout.n=1", "8"]),
+    (
+        {f"{A}.policy_loss.loss_mode": "tba", "algorithm.mask_truncated_completions": True},
+        ["loss_mode=tba", "whole rows", "mask_truncated_completions=False"],
+    ),
+    (
+        {f"{A}.policy_loss.loss_mode": "tba", "algorithm.rollout_correction.rollout_is": "token"},
+        ["loss_mode=tba", "rollout_is=null"],
+    ),
+    ({f"{A}.policy_loss.tba_beta": 0.0}, ["policy_loss.tba_beta=0.0", "more than 0"]),
+    ({f"{A}.policy_loss.dpo_label_smoothing": 0.5}, ["dpo_label_smoothing=0.5", "less than 0.5", "0.1"]),
+    (
+        {f"{A}.policy_loss.dpo_label_smoothing": 0.1, f"{A}.policy_loss.dpo_loss_type": "ipo"},
+        ["dpo_label_smoothing=0.1", "dpo_loss_type=ipo", "sigmoid"],
+    ),
     (
         {"algorithm.rollout_correction.rollout_rs": "token_k1"},
         ["rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold", "rollout_rs=null"],
@@ -183,7 +211,7 @@ FAULTS = [
     ({"data.prompt_key": ""}, ["data.prompt_key"]),
     ({"algorithm.adv_estimator": "grop"}, ["algorithm.adv_estimator=grop", "gae, grpo, grpo_turn"]),
     ({f"{A}.loss_agg_mode": "mean"}, ["loss_agg_mode=mean", "seq-mean-token-mean, token-mean"]),
-    ({f"{A}.policy_loss.loss_mode": "x"}, ["loss_mode=x", "gspo, vanilla"]),
+    ({f"{A}.policy_loss.loss_mode": "x"}, ["loss_mode=x", "dpo, gspo, tba, vanilla"]),
     ({f"{A}.kl_loss_type": "k9"}, ["kl_loss_type=k9", "kl, low_var_kl"]),
     ({"algorithm.kl_penalty": "k9"}, ["kl_penalty=k9"]),
     ({"trainer.logger": ["console", "swanlab"]}, ["trainer.logger=swanlab", "console, tensorboard, wandb"]),
@@ -227,6 +255,11 @@ WARNINGS = [
     ({"algorithm.gdpo_reward_keys": ["acc"]}, ["gdpo_reward_keys has no effect", "adv_estimator=grpo"]),
     ({"critic.enable": True}, ["critic.enable=True", "adv_estimator=grpo"]),
     ({f"{A}.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, ["use_kl_loss", "use_kl_in_reward"]),
+    (
+        {f"{A}.policy_loss.loss_mode": "tba", "algorithm.adv_estimator": "gae"},
+        ["loss_mode=tba reads no advantages", "adv_estimator=gae", "adv_estimator=grpo"],
+    ),
+    ({f"{A}.policy_loss.loss_mode": "tba", f"{A}.use_kl_loss": True}, ["loss_mode=tba", "KL counts twice"]),
     ({"data.train_batch_size": 1, f"{A}.ppo_mini_batch_size": 1, f"{R}.n": 2}, ["2 rows", "8 ranks"]),
     ({f"{A}.ppo_max_token_len_per_gpu": 1000}, ["1024 tokens", "1000", "alone"]),
     ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, ["ppo_micro_batch_size_per_gpu=4 has no effect", "use_dynamic_bsz"]),

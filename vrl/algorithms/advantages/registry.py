@@ -142,7 +142,7 @@ class AdvantageEstimator:
             (
                 self.needs_sum_pi_squared,
                 probabilities,
-                "old_log_probs and sum_pi_squared: set actor.calculate_sum_pi_squared=True",
+                "old_log_probs and sum_pi_squared: let the actor return them before advantages are taken",
             ),
         ):
             if needed and given is None:

@@ -10,7 +10,13 @@ from vrl.algorithms.losses.whole_rows import row_log_probs, row_outputs
 from vrl.algorithms.segments import Groups
 
 
-@register_policy_loss("dpo", aggregation="seq-mean-token-mean", needs_whole_groups=True, needs_ref_log_probs=True)
+@register_policy_loss(
+    "dpo",
+    aggregation="seq-mean-token-mean",
+    needs_whole_groups=True,
+    needs_ref_log_probs=True,
+    compares_pairs=True,
+)
 def dpo(inputs: LossInputs, params: LossParams) -> LossOutputs:
     """Loss of each pair, on both of its rows: the mean over rows is the mean over pairs.
 

@@ -162,8 +162,8 @@ class PolicyLoss:
     """A registered loss: what it needs from the run, and the function that computes it.
 
     `aggregation` is the mode its paper fixes; None leaves the choice to `actor.loss_agg_mode`. `needs_whole_groups`:
-    all rows of a group in one micro-batch, and `group` and `scores` with them. `needs_selection`: `selected`, which
-    `select` chooses.
+    all rows of a group in one micro-batch, and `group` and `scores` with them. `compares_pairs`: a group is two rows of
+    unequal score. `needs_selection`: `selected`, which `select` chooses.
     """
 
     name: str
@@ -172,6 +172,7 @@ class PolicyLoss:
     chooses: Select | None
     needs_whole_groups: bool
     needs_ref_log_probs: bool
+    compares_pairs: bool
 
     @property
     def needs_selection(self) -> bool:
@@ -220,6 +221,7 @@ def register_policy_loss(
     chooses: Select | None = None,
     needs_whole_groups: bool = False,
     needs_ref_log_probs: bool = False,
+    compares_pairs: bool = False,
 ) -> Callable[[Compute], Compute]:
     """Decorator that makes a function available as `actor.policy_loss.loss_mode=name`.
 
@@ -236,6 +238,7 @@ def register_policy_loss(
             chooses=chooses,
             needs_whole_groups=needs_whole_groups,
             needs_ref_log_probs=needs_ref_log_probs,
+            compares_pairs=compares_pairs,
         )
         return compute
 

@@ -20,11 +20,25 @@ class KlCtrlConfig:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterGroupsConfig:
-    """DAPO: groups whose rewards are all equal are drawn again."""
+    """DAPO: groups whose rewards are all equal are left out, and prompts are drawn until a step has all its groups."""
 
     enable: bool = False  # on or off
-    metric: str | None = None  # what must differ in a group: acc, score, seq_reward, seq_final_reward
-    max_num_gen_batches: int = 0  # draws a step; 0: no bound
+    metric: str | None = None  # what differs in a group: score (null), acc, seq_reward, seq_final_reward, part of score
+    max_num_gen_batches: int = 0  # draws of prompts a step, data.gen_batch_size each; 0: 10
+
+    @property
+    def draws(self) -> int:
+        """Most draws a step; verl's 0, no bound, can go on for ever on data that a policy solves or cannot solve."""
+        return self.max_num_gen_batches or 10
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GigpoConfig:
+    """Group-in-group: episodes are compared, and turns that answer the same state."""
+
+    step_advantage_w: float = 1.0  # weight of the advantage over equal states
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"  # less the mean, or also divided by the deviation
 
 
 @final
@@ -55,6 +69,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True  # off: Dr. GRPO
     grpo_turn_over_all_turns: bool = False  # compare a turn with all turns of its group; off: with those of its index
     high_level_gamma: float = 0.95  # bi_level_gae's discount a turn
+    gigpo: GigpoConfig = field(default_factory=GigpoConfig)
     gdpo_reward_keys: tuple[str, ...] = ()  # parts of the score that the reward returns beside it, for gdpo
     gdpo_reward_weights: tuple[float, ...] | None = None  # one for each of gdpo_reward_keys; null: all 1
     use_kl_in_reward: bool = False  # subtract kl_coef * KL from the score of each sampled token

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
+from vrl.protocol.config.schema import GROUP_LOSSES, VALUE_ESTIMATORS, Config
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_N = f"{_ROLLOUT}.n"
 
 Messages = Iterator[str]
 
@@ -30,6 +31,64 @@ def losses(config: Config) -> Messages:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic, which "
             f"algorithm.adv_estimator={estimator} does not use: set critic_warmup=0"
+        )
+
+
+def group_losses(config: Config) -> Messages:
+    """Losses that compare the whole rows of a group."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.dpo_label_smoothing and loss.dpo_loss_type == "ipo":
+        yield (
+            f"{_ACTOR}.policy_loss.dpo_label_smoothing={loss.dpo_label_smoothing} has no effect with "
+            "dpo_loss_type=ipo: set it to 0 or dpo_loss_type to sigmoid"
+        )
+    elif not loss.dpo_label_smoothing < 0.5:
+        yield (
+            f"{_ACTOR}.policy_loss.dpo_label_smoothing={loss.dpo_label_smoothing} is the share of flipped "
+            "preferences: less than 0.5 is wanted, for example 0.1"
+        )
+    if loss.loss_mode not in GROUP_LOSSES:
+        return
+    mode, n, algorithm = (
+        f"{_ACTOR}.policy_loss.loss_mode={loss.loss_mode}",
+        config.actor_rollout_ref.rollout.n,
+        config.algorithm,
+    )
+    if loss.loss_mode == "dpo" and n != 2:
+        yield f"{mode} compares the two samples of a prompt, but {_N}={n}: set it to 2"
+    elif n < 2:
+        yield f"{mode} compares the samples of a prompt, but {_N}={n}: set it to 8, for example"
+    if algorithm.rollout_correction.enabled or algorithm.mask_truncated_completions:
+        yield (
+            f"{mode} adds up log-probs over whole rows and has no place for weights or rejected tokens: set "
+            "algorithm.rollout_correction.rollout_is=null, rollout_rs=null and "
+            "algorithm.mask_truncated_completions=False"
+        )
+
+
+def filter_groups(config: Config) -> Messages:
+    """Groups that are left out."""
+    settings, n = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.n
+    if not settings.enable:
+        return
+    key = "algorithm.filter_groups"
+    if n == 1:
+        yield f"{key}.enable=True leaves out groups that do not differ, but {_N}=1: set n=8, or enable=False"
+    if config.reward_model.enable:
+        yield (
+            f"{key}.enable=True needs scores while prompts are drawn, and reward_model.enable=True gives them later: "
+            "set one of them to False"
+        )
+    if settings.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{key}.metric=seq_final_reward with algorithm.use_kl_in_reward=True needs log-probs while prompts are "
+            "drawn: set metric=seq_reward"
+        )
+    most = config.prompts_per_draw * settings.draws
+    if most < config.data.train_batch_size:
+        yield (
+            f"{settings.draws} draws ({key}.max_num_gen_batches) of data.gen_batch_size={config.prompts_per_draw} "
+            f"prompts can never fill data.train_batch_size={config.data.train_batch_size}: set gen_batch_size=null"
         )
 
 
@@ -107,3 +166,20 @@ def reward_model_warnings(config: Config) -> Messages:
             yield f"reward_model.{name} has no effect without reward_model.enable=True"
     if reward.enable and not config.scores_by_rule and config.custom_reward_function.path is not None:
         yield "custom_reward_function.path has no effect with reward_model.rule_weight=0: no reward function runs"
+
+
+def warnings(config: Config) -> Messages:
+    """What has no use, or counts twice."""
+    loss, algorithm = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm
+    if loss not in GROUP_LOSSES:
+        return
+    if config.needs_critic:
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode={loss} reads no advantages, but algorithm.adv_estimator="
+            f"{algorithm.adv_estimator} trains a critic for them: set adv_estimator=grpo"
+        )
+    if config.actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward:
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode={loss} holds the policy near the reference by itself: with "
+            f"{_ACTOR}.use_kl_loss or algorithm.use_kl_in_reward the KL counts twice"
+        )

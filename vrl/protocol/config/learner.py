@@ -1,7 +1,7 @@
 """Settings of the roles that hold a model in FSDP: actor, reference, critic."""
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 from vrl.protocol.config.model import CheckpointConfig, FsdpConfig, OpenDict, OptimConfig, ResourcePoolConfig
 
@@ -17,6 +17,11 @@ class PolicyLossConfig:
     clip_cov_ub: float = 5.0  # clip_cov: covariance below which a token may be chosen
     kl_cov_ratio: float = 2e-4  # kl_cov: share of the tokens that pay for moving
     ppo_kl_coef: float = 0.1  # kl_cov: what they pay a nat
+    dro_beta: float = 0.1  # dro: weight of the squared log-ratio, above 0
+    tba_beta: float = 0.012  # tba: KL coefficient, in reward a nat, above 0
+    dpo_beta: float = 0.1  # dpo: KL coefficient, in reward a nat, above 0
+    dpo_loss_type: Literal["sigmoid", "ipo"] = "sigmoid"  # dpo: log-sigmoid of the margin, or its squared distance
+    dpo_label_smoothing: float = 0.0  # dpo: share of preferences taken as flipped, below 0.5; not with ipo
 
 
 @final
@@ -35,6 +40,8 @@ class ActorConfig:
     clip_ratio_low: float | None = None  # below 1; null: clip_ratio
     clip_ratio_high: float | None = None  # above 1; null: clip_ratio
     clip_ratio_c: float = 3.0  # dual clip for negative advantages, above 1
+    tau_pos: float = 1.0  # sapo: slope of the gate for positive advantages, above 0
+    tau_neg: float = 1.05  # sapo: slope of the gate for negative advantages, above 0
     loss_agg_mode: str = "token-mean"  # how token losses become one number
     loss_scale_factor: float | None = None  # tokens; divisor of seq-mean-token-sum-norm; null: max_response_length
     entropy_coeff: float = 0.0  # weight of the entropy bonus
@@ -62,7 +69,7 @@ class ActorConfig:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefConfig:
-    """The frozen reference policy. It exists when a KL term is on."""
+    """The frozen reference policy. It exists when a KL term is on or the policy loss compares with it."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None  # rows when use_dynamic_bsz is off; null: the actor's
     log_prob_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's

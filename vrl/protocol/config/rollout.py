@@ -32,7 +32,6 @@ class AgentConfig:
     max_turns: int = 1  # model turns
     single_response_max_tokens: int | None = None  # tokens a turn; null: what is left of the response
     custom_stop: tuple[str, ...] = ()  # strings that end a turn
-    environments: OpenDict = field(default_factory=OpenDict)  # open: {env_name: {class: module:factory, ...}}
     concurrent_workers: int = 2  # tool processes a rollout worker
     episode_timeout: float = 600.0  # seconds of wall clock, of an episode with an environment
     max_images: int = 8  # images that the observations of an episode bring; one more ends it

@@ -17,8 +17,8 @@ from vrl.protocol.errors import ConfigError
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
 GROUP_ESTIMATORS = (
-    *("grpo", "grpo_passk", "grpo_turn", "gdpo"),
-    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
+    *("grpo", "grpo_passk", "grpo_turn", "gdpo", "gigpo"),
+    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"),
 )
 
 # Taken because verl's files have them; a value of one's own gets a warning. Most are for episodes of several turns.
@@ -210,9 +210,6 @@ def _sandbox(config: Config) -> Messages:
 
 def _not_supported(config: Config) -> Messages:
     """Settings of verl whose names are taken but that this version does not carry out."""
-    algorithm = config.algorithm
-    if algorithm.filter_groups.enable:
-        yield "algorithm.filter_groups.enable=True is not supported in this version: set it to False"
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
     if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
@@ -231,6 +228,8 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.rewards,
     algorithm_rules.reward_model,
     algorithm_rules.gdpo,
+    algorithm_rules.group_losses,
+    algorithm_rules.filter_groups,
     _resume,
     _sandbox,
     _not_supported,
@@ -368,6 +367,7 @@ def _run_warnings(config: Config) -> Messages:
 WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _group_warnings,
     algorithm_rules.reward_model_warnings,
+    algorithm_rules.warnings,
     pool_rules.warnings,
     _size_warnings,
     _effect_warnings,

@@ -15,6 +15,8 @@ from vrl.protocol.config.rollout import RolloutConfig
 from vrl.protocol.config.trainer import PrepareConfig, RayKwargsConfig, TrainerConfig, WarmStartConfig
 
 VALUE_ESTIMATORS = frozenset({"gae", "bi_level_gae"})  # advantage estimators that need a critic
+SUM_PI_SQUARED_ESTIMATORS = frozenset({"optimal_token_baseline"})  # that need squared probabilities of the vocabulary
+GROUP_LOSSES = frozenset({"tba", "dpo"})  # policy losses over whole groups and against the reference
 
 
 @final
@@ -103,6 +105,12 @@ class Config:
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
 
     @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that are drawn at a time: those of a step, or as many as asked for where groups are filtered."""
+        own = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return own or self.data.train_batch_size
+
+    @property
     def mini_batches_per_epoch(self) -> int:
         """Mini-batches of the actor in one pass over a step's rows; the last may be smaller."""
         return -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
@@ -128,7 +136,13 @@ class Config:
     @property
     def needs_reference(self) -> bool:
         """Whether there is a reference policy."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        actor = self.actor_rollout_ref.actor
+        return actor.use_kl_loss or self.algorithm.use_kl_in_reward or actor.policy_loss.loss_mode in GROUP_LOSSES
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the actor returns the sum of squared probabilities beside old log-probs."""
+        return self.algorithm.adv_estimator in SUM_PI_SQUARED_ESTIMATORS
 
     @property
     def scores_by_rule(self) -> bool:
