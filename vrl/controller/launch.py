@@ -37,7 +37,7 @@ def fine_tune(config: Config, gpus: bool) -> str:
     prepare(config)
     start_ray(config, gpus)
     try:
-        return warm_started(config, pool_spec(config, gpus)).actor_rollout_ref.model.path
+        return warm_started(config, pool_spec(config, gpus), through_adapter=True).actor_rollout_ref.model.path
     finally:
         ray.shutdown()
 

@@ -19,7 +19,17 @@ from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.prompt_queue import start_queue
 from vrl.controller.resource_pool import PoolSpec, ResourcePool
-from vrl.controller.roles import Actor, Critic, NoCritic, NoLogProbs, NoRewardModel, Reference, Rollout
+from vrl.controller.roles import (
+    Actor,
+    BaseAsReference,
+    Critic,
+    LogProbs,
+    NoCritic,
+    NoLogProbs,
+    NoRewardModel,
+    Reference,
+    Rollout,
+)
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run_folder import RunFolder
 from vrl.controller.tracking import Tracker
@@ -161,7 +171,7 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
 def role_names(config: Config) -> list[str]:
     """Return the roles in the order they are built: the engine comes last, when the others have their memory."""
     names = ["actor"]
-    if config.needs_reference:
+    if config.needs_reference and not config.reference_is_base:
         names.append("reference")
     if config.needs_critic:
         names.append("critic")
@@ -190,7 +200,7 @@ def trainer_over(
         reward=NoRewardModel(),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
-        reference=Reference(groups["reference"]) if config.needs_reference else NoLogProbs(),
+        reference=_reference(config, groups),
         critic=Critic(groups["critic"]) if config.needs_critic else NoCritic(),
     )
     policy = config.actor_rollout_ref.actor
@@ -215,6 +225,12 @@ def trainer_over(
         _plan(config, steps),
         outputs,
     )
+
+
+def _reference(config: Config, groups: dict[str, WorkerGroup]) -> LogProbs:
+    if config.reference_is_base:
+        return BaseAsReference(groups["actor"])
+    return Reference(groups["reference"]) if config.needs_reference else NoLogProbs()
 
 
 def needs_old_log_probs(config: Config) -> bool:

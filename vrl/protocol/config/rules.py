@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from vrl.protocol.config import algorithm_rules
+from vrl.protocol.config import algorithm_rules, lora_rules
 from vrl.protocol.config.ranges import range_errors, value_of
 from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
 from vrl.protocol.errors import ConfigError
@@ -243,6 +243,8 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.losses,
     algorithm_rules.rewards,
     algorithm_rules.gdpo,
+    lora_rules.modules,
+    lora_rules.adapter,
     _resume,
     _not_supported,
 )
@@ -366,4 +368,6 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _size_warnings,
     _effect_warnings,
     _run_warnings,
+    lora_rules.unused,
+    lora_rules.reference,
 )

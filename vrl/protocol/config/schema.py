@@ -101,6 +101,11 @@ class Config:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor's own model without its adapter, so that no other one is loaded."""
+        return self.needs_reference and self.actor_rollout_ref.model.uses_lora
+
+    @property
     def overlong_length(self) -> int:
         """Tokens after the prompt at which the overlong penalty is full."""
         return self.reward_model.max_resp_len or self.data.max_response_length
