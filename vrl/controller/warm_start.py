@@ -2,8 +2,8 @@
 
 Called by `vrl train` when `warm_start.enable` is set, and by `vrl sft`.
 
-With LoRA, the warm start of `vrl train` trains all weights, since it makes the base of the adapter; `vrl sft` trains the
-adapter, and its folder has the merged weights and the adapter beside them.
+With LoRA, the warm start of `vrl train` trains all weights, since it makes the base of the adapter. `vrl sft` trains
+the adapter; its folder has the merged weights and the adapter beside them.
 
 With `warm_start.stop_probability` the mean probability of the answers of a few rows of each data source is looked at
 before every step. A source that has reached it gives no more rows until it falls below again; when all have, the warm
@@ -81,7 +81,7 @@ def content_hash(config: Config, world_size: int) -> str:
     digest.update(repr([importlib.metadata.version(name) for name in _PACKAGES]).encode())
     if model.uses_lora:
         shape = (model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
-        digest.update(repr((shape, model.freeze_vision_tower)).encode())
+        digest.update(repr(shape).encode())
     package = Path(vrl.__file__).parent
     paths = [Path(name) for name in config.warm_start.files]
     paths += sorted(path for path in Path(model.path).glob("*") if path.is_file())

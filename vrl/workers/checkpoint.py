@@ -84,7 +84,9 @@ def _fits(module: nn.Module) -> dict[str, str]:
 def _fingerprint(module: nn.Module) -> str:
     """Return a hash of the frozen parameters, the same however they are sharded. A collective."""
     digest = hashlib.sha256()
-    frozen = [(name, parameter.detach()) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        (name, parameter.detach()) for name, parameter in module.named_parameters() if not parameter.requires_grad
+    ]
     for name, tensor in frozen:
         if isinstance(tensor, DTensor):  # sharded on the last axis of the mesh
             total = _sum_of_bits(tensor.to_local())

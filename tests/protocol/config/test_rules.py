@@ -146,7 +146,7 @@ FAULTS = [
     ({f"{M}.lora_rank": -1}, ["lora_rank=-1", "0 or more"]),
     ({f"{M}.lora_rank": 8, f"{M}.lora_alpha": 0}, ["lora_alpha=0", "1 or more"]),
     ({f"{M}.lora_rank": 8, f"{M}.target_modules": []}, ["target_modules is empty", "all-linear", "lora_rank=0"]),
-    ({f"{M}.lora_rank": 8, f"{M}.exclude_modules": "*.visual"}, ["exclude_modules='*.visual'", "in a list"]),
+    ({f"{M}.lora_rank": 8, f"{M}.exclude_modules": "*.visual"}, ["exclude_modules='*.visual'", "give names"]),
     ({"critic.model.target_modules": "(q"}, ["critic.model.target_modules='(q'", "target_modules=[q_proj,v_proj]"]),
     ({f"{M}.lora_adapter_path": ""}, ["lora_adapter_path is empty", "null"]),
     (

@@ -17,9 +17,9 @@ def modules(config: Config) -> Messages:
     for section, model in _sections(config):
         for name, given in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules)):
             if isinstance(given, str) and not _is_pattern(given):
-                yield f"{section}.{name}={given!r} is no regular expression: write names in a list, {name}=[q_proj,v_proj]"
+                yield f"{section}.{name}={given!r} is no regular expression: give names, {name}=[q_proj,v_proj]"
         if not model.target_modules:
-            yield f"{section}.target_modules is empty: give names, [q_proj,v_proj], or all-linear; lora_rank=0 is no LoRA"
+            yield f"{section}.target_modules is empty: give names, [q_proj,v_proj], all-linear, or lora_rank=0"
 
 
 def adapter(config: Config) -> Messages:
