@@ -86,7 +86,7 @@ def add_adapters(hf: PreTrainedModel, settings: LoraSettings, base_path: str | P
     else:
         config, weights = _read_adapter(settings)
         names = _names_in_file(hf, settings, weights)
-    config.target_modules = set(names)
+    config.target_modules = names
     config.exclude_modules = None
     config.lora_dropout = 0.0  # sampling has none, and log-probs must be those of the policy that acted
     config.init_lora_weights = True
@@ -98,9 +98,10 @@ def add_adapters(hf: PreTrainedModel, settings: LoraSettings, base_path: str | P
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, layer in _layers(hf):
-            nn.init.kaiming_uniform_(_a(layer).weight.data, a=math.sqrt(5), generator=draw)
-            for part in (_a(layer), _b(layer)):
+            for part in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
                 part.to(torch.float32).requires_grad_(True)
+            nn.init.kaiming_uniform_(_factor(layer.lora_A), a=math.sqrt(5), generator=draw)
+            nn.init.zeros_(_factor(layer.lora_B))
         _copy_weights(hf, settings, weights)
     _logger.info("%s: LoRA, %s", settings.section, summary(hf))
 
@@ -253,16 +254,10 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer))
 
 
-def _a(layer: LoraLayer) -> nn.Linear:
-    part = layer.lora_A[_NAME]
-    assert isinstance(part, nn.Linear)
-    return part
-
-
-def _b(layer: LoraLayer) -> nn.Linear:
-    part = layer.lora_B[_NAME]
-    assert isinstance(part, nn.Linear)
-    return part
+def _factor(parts: nn.ModuleDict) -> nn.Parameter:
+    weight = parts[_NAME].weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -282,8 +277,8 @@ def summary(module: nn.Module) -> str:
 def adapter_parameters(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield A and B of every adapted layer under the names that peft gives them in a file."""
     for name, layer in _layers(hf):
-        yield f"{_FILE_PREFIX}{name}.lora_A.weight", _a(layer).weight
-        yield f"{_FILE_PREFIX}{name}.lora_B.weight", _b(layer).weight
+        yield f"{_FILE_PREFIX}{name}.lora_A.weight", _factor(layer.lora_A)
+        yield f"{_FILE_PREFIX}{name}.lora_B.weight", _factor(layer.lora_B)
 
 
 @contextmanager
