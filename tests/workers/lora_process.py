@@ -31,7 +31,7 @@ from vrl.workers.critic import CriticWorker
 
 KINDS = ("qwen2", "qwen2_5_vl")
 RANK_OF_ADAPTERS = 4
-STEPS = 8
+STEPS = 6
 
 
 def lora_context(folder: Path, world: int, rank: int = RANK_OF_ADAPTERS) -> BuildContext:
@@ -167,17 +167,22 @@ def observe_critic(context: BuildContext, rows: DataProto, root: Path, world: in
 
 def main(rank: int, world: int, port: int, root: Path) -> None:
     process.start(place_of(rank, world, port))
-    seen = {}
-    for kind in KINDS:
-        context = lora_context(root / kind, world)
-        rows = share(rows_of(context, kind), rank, world)
-        below = root / f"of_{kind}"
-        seen[kind] = observe_actor(context, rows, below, world) | observe_critic(context, rows, below, world)
-        if (kind, world) == ("qwen2", 2):
-            seen[kind]["refusals"] = refusals(context, below, world)
-    if rank == 0:
-        (root / f"seen_{world}.json").write_text(json.dumps(seen))
-    process.stop()
+    try:
+        seen = {kind: observe(kind, rank, world, root) for kind in KINDS}
+        if rank == 0:
+            (root / f"seen_{world}.json").write_text(json.dumps(seen))
+    finally:
+        process.stop()
+
+
+def observe(kind: str, rank: int, world: int, root: Path) -> dict[str, Any]:
+    context = lora_context(root / kind, world)
+    rows = share(rows_of(context, kind), rank, world)
+    below = root / f"of_{kind}"
+    seen = observe_actor(context, rows, below, world) | observe_critic(context, rows, below, world)
+    if (kind, world) == ("qwen2", 2):
+        seen["refusals"] = refusals(context, below, world)
+    return seen
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.lora_process import KINDS
+from tests.workers.lora_process import KINDS, main
 from tests.workers.rig import build_tiny, free_port
 from vrl.workers.process import environment
 
@@ -20,23 +20,27 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Run two ranks, then one; return what each world saw, by its size and the kind of model."""
+    """Run two ranks, then one in this process; return what each world saw, by its size and the kind of model."""
     root = tmp_path_factory.mktemp("lora")
     for kind in KINDS:
         build_tiny(kind, root)
-    for world in (2, 1):
-        command = [sys.executable, "-m", "tests.workers.lora_process"]
-        port, variables = str(free_port()), os.environ | environment("cpu", 1)
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(world), port, str(root)], env=variables, cwd=ROOT)
-            for rank in range(world)
-        ]
-        try:
-            codes = [rank.wait(timeout=240) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert codes == [0] * world
+    command, port = [sys.executable, "-m", "tests.workers.lora_process"], str(free_port())
+    variables = os.environ | environment("cpu", 1)
+    ranks = [
+        subprocess.Popen([*command, str(rank), "2", port, str(root)], env=variables, cwd=ROOT) for rank in range(2)
+    ]
+    try:
+        codes = [rank.wait(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0]
+    before = dict(os.environ)
+    try:
+        main(0, 1, free_port(), root)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     return {world: json.loads((root / f"seen_{world}.json").read_text()) for world in (1, 2)}
 
 
