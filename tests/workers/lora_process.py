@@ -177,12 +177,22 @@ def main(rank: int, world: int, port: int, root: Path) -> None:
 
 def observe(kind: str, rank: int, world: int, root: Path) -> dict[str, Any]:
     context = lora_context(root / kind, world)
-    rows = share(rows_of(context, kind), rank, world)
+    batch = rows_of(context, kind)
+    rows = share(batch, rank, world)
     below = root / f"of_{kind}"
     seen = observe_actor(context, rows, below, world) | observe_critic(context, rows, below, world)
     if (kind, world) == ("qwen2", 2):
         seen["refusals"] = refusals(context, below, world)
+    if (kind, world) == ("qwen2_5_vl", 2):
+        seen["shared"] = first_update_of_shared_sequences(context, batch)
     return seen
+
+
+def first_update_of_shared_sequences(context: BuildContext, batch: DataProto) -> dict[str, float]:
+    """Let both ranks hold all rows, each half of their tokens."""
+    actor = {"ulysses_sequence_parallel_size": 2}
+    shared = replace(context, config=fill(context.config, {"actor_rollout_ref": {"actor": actor}}))
+    return ActorWorker.build(shared, 100).update(batch, [list(range(len(batch)))])
 
 
 if __name__ == "__main__":

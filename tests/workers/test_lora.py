@@ -56,6 +56,12 @@ def test_one_rank_and_two_learn_alike(seen: dict[int, dict[str, Any]], kind: str
         assert world["critic/vf_loss"][-1] < world["critic/vf_loss"][0]
 
 
+def test_ranks_that_share_sequences_learn_alike(seen: dict[int, dict[str, Any]]) -> None:
+    one, shared = seen[1]["qwen2_5_vl"], seen[2]["qwen2_5_vl"]["shared"]
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        assert shared[name] == pytest.approx(one[name][0], rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_the_model_without_its_adapter(seen: dict[int, dict[str, Any]], kind: str, world: int) -> None:
