@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from tests.workers.learner_process import rows_of
+from tests.workers.learner_process import COPIES, rows_of
 from tests.workers.rig import config_of, context_of, place_of
 from vrl.models.loading import load_policy
 from vrl.models.lora import FOLDER
@@ -31,7 +31,7 @@ from vrl.workers.critic import CriticWorker
 
 KINDS = ("qwen2", "qwen2_5_vl")
 RANK_OF_ADAPTERS = 4
-STEPS = 6
+STEPS = 4
 
 
 def lora_context(folder: Path, world: int, rank: int = RANK_OF_ADAPTERS) -> BuildContext:
@@ -178,6 +178,7 @@ def main(rank: int, world: int, port: int, root: Path) -> None:
 def observe(kind: str, rank: int, world: int, root: Path) -> dict[str, Any]:
     context = lora_context(root / kind, world)
     batch = rows_of(context, kind)
+    batch = batch.rows(slice(0, len(batch) // COPIES))
     rows = share(batch, rank, world)
     below = root / f"of_{kind}"
     seen = observe_actor(context, rows, below, world) | observe_critic(context, rows, below, world)
