@@ -191,3 +191,18 @@ def test_groups_that_do_not_differ_are_left_out_and_more_are_drawn(shared: Share
     assert any(step.get("actor/grad_norm", 0) > 0 for step in steps)
     first = shared.folder.path / "filtered" / "step_1.jsonl"
     assert len(first.read_text().splitlines()) == 4 * 6 * draws[0]  # people see what was generated
+
+
+def test_lora_trains_actor_and_critic_with_the_base_as_reference(shared: Shared) -> None:
+    values = {
+        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True},
+        "actor_rollout_ref": {"model": {"lora_rank": 8}, "actor": {"optim": {"lr": 5e-3, "lr_warmup_steps": 0}}},
+        "critic": {"model": {"lora_rank": 4}},
+    }
+    steps = train(shared, values, "lora")
+    assert_trained(steps)
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] <= 1e-4  # the engine has the adapter
+        assert step["critic/grad_norm"] > 0
+    assert abs(steps[0]["actor/reward_kl_penalty"]) < 1e-6
+    assert abs(steps[1]["actor/reward_kl_penalty"]) > 1e-6

@@ -1,4 +1,4 @@
-"""Names that the settings share with the registries, and when old log-probs take a pass of their own."""
+"""Names that settings share with the registries, roles of a run, and when old log-probs take a pass of their own."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from tests.models.reward_folders import build_reward_model
 from vrl.algorithms.advantages.registry import get_advantage, known_advantages
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
-from vrl.controller.launch import check_reward_model
-from vrl.controller.run import needs_old_log_probs
+from vrl.controller.launch import check_model, check_reward_model
+from vrl.controller.run import needs_old_log_probs, role_names
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.config.builder import build
 from vrl.protocol.config.rules import GROUP_ESTIMATORS
@@ -73,3 +73,24 @@ def test_a_reward_model_that_cannot_work_is_refused_before_anything_starts(tmp_p
         check(reward, ulysses_sequence_parallel_size=3)
     with pytest.raises(ConfigError, match=r"another tokenizer.*set reward_model\.model\.input_tokenizer="):
         check(build_reward_model(other, tmp_path / "foreign", seed=2))
+
+
+def test_a_reference_takes_no_role_of_its_own_where_the_actor_has_an_adapter():
+    policy: dict[str, Any] = {"actor": {"use_kl_loss": True}}
+    assert role_names(build({"actor_rollout_ref": policy, "algorithm": {"adv_estimator": "grpo"}})) == [
+        "actor", "reference", "rollout"
+    ]  # fmt: skip
+    for lora in ({"lora_rank": 8}, {"lora_adapter_path": "adapter"}):
+        adapted = build({"actor_rollout_ref": policy | {"model": lora}, "algorithm": {"adv_estimator": "grpo"}})
+        assert role_names(adapted) == ["actor", "rollout"]
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref", "critic"])
+def test_layers_that_the_model_lacks_are_refused_before_anything_starts(tmp_path: Path, section: str):
+    folder = build_tiny_model("qwen2", tmp_path / "model", ["a"], seed=0)
+    lora = {"lora_rank": 8, "target_modules": ["query"]}
+    values: dict[str, Any] = {"actor_rollout_ref": {"model": {"path": str(folder)}}, "critic": {"model": {}}}
+    check_model(build(values))
+    values[section]["model"] |= lora
+    with pytest.raises(ConfigError, match=f"{section}.model.target_modules=.*'query' matches no linear layer"):
+        check_model(build(values))

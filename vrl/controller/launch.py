@@ -14,11 +14,15 @@ from vrl.controller.run_folder import RunFolder
 from vrl.controller.tracking import LOGGERS
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import start_ray
-from vrl.models.loading import head_counts, read_reward_config
+from vrl.models.loading import head_counts, read_reward_config, skeleton
+from vrl.models.lora import adapted_names
 from vrl.models.renderer import check_same_tokenizer, load_renderer
+from vrl.protocol.config.learner import CriticModelConfig
+from vrl.protocol.config.model import ModelConfig
 from vrl.protocol.config.rules import KnownNames, check, check_heads
 from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
+from vrl.workers.building import lora_settings
 
 
 def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
@@ -40,7 +44,8 @@ def fine_tune(config: Config, gpus: bool) -> str:
     prepare(config)
     start_ray(config, gpus)
     try:
-        return warm_started(config, pool_specs(config, gpus)[0]).actor_rollout_ref.model.path
+        spec = pool_specs(config, gpus)[0]
+        return warm_started(config, spec, through_adapter=True).actor_rollout_ref.model.path
     finally:
         ray.shutdown()
 
@@ -57,7 +62,7 @@ def known_names() -> KnownNames:
 
 
 def check_model(config: Config) -> None:
-    """Refuse parallel sizes that the model's heads do not fit, once its folder is there."""
+    """Refuse what the model does not fit, once its folder is there: parallel sizes, and layers for LoRA to adapt."""
     policy = config.actor_rollout_ref
     heads = head_counts(policy.model.path, trust_remote_code=policy.model.trust_remote_code)
     if config.needs_critic:
@@ -70,6 +75,9 @@ def check_model(config: Config) -> None:
     }
     for key, size in sizes.items():
         check_heads(heads.query, heads.key_value, size, key)
+    _check_adapted_layers(policy.model, "actor_rollout_ref.model", policy.model.path)
+    if config.needs_critic:
+        _check_adapted_layers(config.critic.model, "critic.model", config.critic_model_path)
     if config.reward_model.enable:
         check_reward_model(config)
 
@@ -92,3 +100,15 @@ def check_reward_model(config: Config) -> None:
         load_renderer(path, trust_remote_code=trust)
     else:
         check_same_tokenizer(config.tokenizer_path, path, trust_remote_code=trust)
+
+
+def _check_adapted_layers(model: ModelConfig | CriticModelConfig, section: str, path: str) -> None:
+    if model.lora_rank == 0 or model.lora_adapter_path is not None:  # an adapter's folder names its layers itself
+        return
+    hf = skeleton(
+        path,
+        value_model=isinstance(model, CriticModelConfig),
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    adapted_names(hf, lora_settings(model, section))

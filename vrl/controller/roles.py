@@ -157,6 +157,18 @@ class Reference:
 
 
 @final
+class BaseAsReference:
+    """The actor without its adapter: the frozen policy of a run with LoRA, which takes no weights of its own."""
+
+    def __init__(self, actor: WorkerGroup) -> None:
+        self._actor = actor
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Return the log-probs of the sampled tokens under the frozen weights."""
+        return self._actor.call("base_log_probs", batch)
+
+
+@final
 class Critic:
     """The value model. With `beside` it has processes of its own, and the caller need not wait for its update."""
 

@@ -23,7 +23,18 @@ from vrl.controller.pools import Pools, pool_specs
 from vrl.controller.prompt_queue import start_queue
 from vrl.controller.resource_pool import check_cluster
 from vrl.controller.reward_model import RewardModel, check_text_only
-from vrl.controller.roles import Actor, Critic, NoCritic, NoLogProbs, NoRewardModel, Reference, Rollout, Scores
+from vrl.controller.roles import (
+    Actor,
+    BaseAsReference,
+    Critic,
+    LogProbs,
+    NoCritic,
+    NoLogProbs,
+    NoRewardModel,
+    Reference,
+    Rollout,
+    Scores,
+)
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run_folder import RunFolder
 from vrl.controller.tracking import Tracker
@@ -178,7 +189,7 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
 def role_names(config: Config) -> list[str]:
     """Return the roles in the order they are built: the engine comes last, when the others have their memory."""
     names = ["actor"]
-    if config.needs_reference:
+    if config.needs_reference and not config.reference_is_base:
         names.append("reference")
     if config.needs_critic:
         names.append("critic")
@@ -210,7 +221,7 @@ def trainer_over(
         reward=reward_role(config, groups),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
-        reference=Reference(groups["reference"]) if config.needs_reference else NoLogProbs(),
+        reference=_reference(config, groups),
         critic=Critic(groups["critic"], beside="critic" in config.own_pools) if config.needs_critic else NoCritic(),
     )
     policy = config.actor_rollout_ref.actor
@@ -241,6 +252,12 @@ def reward_role(config: Config, groups: Mapping[str, WorkerGroup]) -> Scores:
     """Return who adds to the scores of the reward functions."""
     reward = config.reward_model
     return RewardModel(groups["reward_model"], reward.weight, reward.rule_weight) if reward.enable else NoRewardModel()
+
+
+def _reference(config: Config, groups: Mapping[str, WorkerGroup]) -> LogProbs:
+    if config.reference_is_base:
+        return BaseAsReference(groups["actor"])
+    return Reference(groups["reference"]) if config.needs_reference else NoLogProbs()
 
 
 def needs_old_log_probs(config: Config) -> bool:

@@ -2,6 +2,9 @@
 
 Called by `vrl train` when `warm_start.enable` is set, and by `vrl sft`.
 
+With LoRA, the warm start of `vrl train` trains all weights, since it makes the base of the adapter. `vrl sft` trains
+the adapter; its folder has the merged weights and the adapter beside them.
+
 With `warm_start.stop_probability` the mean probability of the answers of a few rows of each data source is looked at
 before every step. A source that has reached it gives no more rows until it falls below again; when all have, the warm
 start ends. So RL begins at the same level whatever the seed, and no task is taught out while another is behind.
@@ -45,17 +48,27 @@ _PACKAGES = ("torch", "transformers")
 _PROBE_ROWS = 64  # of each data source, to see how probable its answers are
 
 
-def warm_started(config: Config, pool: PoolSpec) -> Config:
-    """Return the settings with the model replaced by its warm-started copy, made now if the cache lacks it."""
+def warm_started(config: Config, pool: PoolSpec, *, through_adapter: bool = False) -> Config:
+    """Return the settings with the model replaced by its warm-started copy, made now if the cache lacks it.
+
+    With `through_adapter` the settings of LoRA hold; else all weights learn.
+    """
     if not config.warm_start.enable:
         return config
-    folder = Path(config.warm_start.cache_dir) / content_hash(config, pool.world_size)
+    trained = config if through_adapter else _all_weights(config)
+    folder = Path(config.warm_start.cache_dir) / content_hash(trained, pool.world_size)
     if folder.is_dir():
         _LOG.info("warm start: found in the cache, %s", folder)
     else:
-        _make(config, pool, folder)
+        _make(trained, pool, folder)
     model = replace(config.actor_rollout_ref.model, path=str(folder), tokenizer_path=None)
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
+
+
+def _all_weights(config: Config) -> Config:
+    policy = config.actor_rollout_ref
+    model = replace(policy.model, lora_rank=0, lora_adapter_path=None)
+    return replace(config, actor_rollout_ref=replace(policy, model=model))
 
 
 def content_hash(config: Config, world_size: int) -> str:
@@ -66,6 +79,9 @@ def content_hash(config: Config, world_size: int) -> str:
     digest.update(repr((settings, model.override_config, model.min_pixels, model.max_pixels)).encode())
     digest.update(repr((config.trainer.seed, world_size, config.actor_rollout_ref.actor.optim.betas)).encode())
     digest.update(repr([importlib.metadata.version(name) for name in _PACKAGES]).encode())
+    if model.uses_lora:
+        shape = (model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
+        digest.update(repr(shape).encode())
     package = Path(vrl.__file__).parent
     paths = [Path(name) for name in config.warm_start.files]
     paths += sorted(path for path in Path(model.path).glob("*") if path.is_file())

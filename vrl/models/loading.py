@@ -101,8 +101,7 @@ def load_policy(
     """
     config, attention = _prepare_config(path, attn, override_config, trust_remote_code)
     _check_is_language_model(path, config)
-    auto = AutoModelForImageTextToText if config.model_type == QWEN2_5_VL else AutoModelForCausalLM
-    hf, _ = _load_weights(auto, path, config, dtype, trust_remote_code)
+    hf, _ = _load_weights(_auto(config), path, config, dtype, trust_remote_code)
     _finish(hf, attention, gradient_checkpointing=gradient_checkpointing, freeze_vision_tower=freeze_vision_tower)
     return CausalPolicy(hf).train()
 
@@ -180,6 +179,23 @@ def read_reward_config(path: str | Path, *, trust_remote_code: bool = False) -> 
             "pad_token_id in its config.json (of a token that never ends a row)"
         )
     return RewardModelFacts(pad_id=text["pad_token_id"], positions=text.get("max_position_embeddings"))
+
+
+def skeleton(
+    path: str | Path,
+    *,
+    value_model: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Return the model that `load_policy` (or `load_value_model`) would load, without memory for its weights.
+
+    Errors as in `load_policy`, apart from those of the weights.
+    """
+    config, _ = _prepare_config(path, "varlen", override_config, trust_remote_code)
+    auto: Any = AutoModel if value_model else _auto(config)
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def head_counts(path: str | Path, *, trust_remote_code: bool = False) -> HeadCounts:
@@ -260,6 +276,10 @@ def _check_supported(path: str | Path, config: PreTrainedConfig) -> None:
     changed = [name for name in _LOGIT_CHANGES if entries.get(name) not in (None, 1, 1.0)]
     if changed:
         raise ConfigError(f"{what} that changes its logits ({', '.join(changed)}), which vrl does not compute")
+
+
+def _auto(config: PreTrainedConfig) -> Any:
+    return AutoModelForImageTextToText if config.model_type == QWEN2_5_VL else AutoModelForCausalLM
 
 
 def _check_is_language_model(path: str | Path, config: PreTrainedConfig) -> None:

@@ -87,7 +87,10 @@ class CausalPolicy(nn.Module):
         return backbone.vision_blocks(self.hf.base_model)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter once under its Hugging Face state-dict name; a tied head comes as the embedding only."""
+        """Yield each parameter once under its Hugging Face state-dict name; a tied head comes as the embedding only.
+
+        With adapters the names are peft's; `lora.merged` makes those of the model without them.
+        """
         yield from self.hf.named_parameters()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from vrl.models import backbone
+from vrl.models import backbone, lora
 from vrl.models.packing import PackedBatch
 from vrl.protocol.errors import DataError
 
@@ -55,7 +55,10 @@ class ValueModel(nn.Module):
         return backbone.vision_blocks(self.backbone)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter under its name in a saved folder: the backbone's own, and `value_head.*`."""
+        """Yield each parameter under its name in a saved folder: the backbone's own, and `value_head.*`.
+
+        With adapters on the backbone the names are peft's; `lora.merged` makes the saved ones of them.
+        """
         yield from self.backbone.named_parameters()
         for name, parameter in self.value_head.named_parameters():
             yield _HEAD_PREFIX + name, parameter
@@ -65,10 +68,11 @@ class ValueModel(nn.Module):
 
         Args:
             folder: made when missing.
-            weights: full tensors by the names of `hf_named_parameters` (as gathered from shards); its own by default.
+            weights: full tensors by the names of `hf_named_parameters` (as gathered from shards), adapters merged;
+                its own by default.
         """
         if weights is None:
-            weights = dict(self.hf_named_parameters())
+            weights = dict(lora.merged(self.backbone, self.hf_named_parameters(), iter))
         full = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         head = {name: full.pop(name) for name in list(full) if name.startswith(_HEAD_PREFIX)}
         self.backbone.save_pretrained(folder, state_dict=full)

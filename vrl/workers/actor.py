@@ -1,6 +1,6 @@
 """The actor and the reference: log-probs of rows, and the actor's update. One instance a rank; all ranks call alike."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vrl.algorithms.losses import registry as policy_losses
+from vrl.models import lora
 from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
@@ -22,7 +23,7 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
-from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded, stepper
+from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
 from vrl.workers.learner import Learner
 from vrl.workers.losses import (
     REQUIRED_BY_POLICY,
@@ -78,6 +79,12 @@ class ActorWorker:
         """
         return _log_probs(self._learner, self._objective.sampling, batch, (OLD_LOG_PROBS, *self._extras))
 
+    @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
+    def base_log_probs(self, batch: DataProto) -> DataProto:
+        """Return the log-probs of sampled tokens without the adapter: with LoRA the reference is in these weights."""
+        with lora.adapters_off(self._policy):
+            return _log_probs(self._learner, self._objective.sampling, batch, (REF_LOG_PROBS,))
+
     @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_POLICY)
     def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
         """Take one optimizer step a mini-batch; return metrics."""
@@ -90,9 +97,15 @@ class ActorWorker:
         return _named(self._learner.update(batch, steps, objective), "train")
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters by Hugging Face name; all ranks must exhaust it together."""
+        """Yield full parameters by Hugging Face name, an adapter merged into them; all ranks must exhaust it together.
+
+        With LoRA and without it, names, number and shapes are the same.
+        """
         with self._learner.offload.loaded():
-            yield from full_parameters(self._policy.hf_named_parameters(), self._bucket_bytes)
+            yield from lora.merged(self._policy.hf, self._policy.hf_named_parameters(), self._gathered)
+
+    def _gathered(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        return full_parameters(named, self._bucket_bytes)
 
     @register(Dispatch.ALL)
     def save(self, folder: Path) -> None:
@@ -106,8 +119,15 @@ class ActorWorker:
 
     @register(Dispatch.ALL)
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, config, tokenizer, processor)."""
-        save_hf_folder(self._policy, self.full_weights(), self._renderer, folder, write=checkpoint.is_writer())
+        """Write a Hugging Face folder (weights, config, tokenizer, processor).
+
+        With LoRA its weights are the merged ones, and the adapter alone is beside them in peft's format.
+        """
+        write = checkpoint.is_writer()
+        save_hf_folder(self._policy, self.full_weights(), self._renderer, folder, write=write)
+        if lora.has_adapters(self._policy):
+            adapter = self._gathered(lora.adapter_parameters(self._policy.hf))
+            lora.save_adapter(self._policy.hf, adapter, folder / lora.FOLDER, write=write)
 
 
 @final
@@ -173,6 +193,8 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
     )
     if frozen:
         policy.requires_grad_(False)
+    elif model.uses_lora:
+        lora.add_adapters(policy.hf, lora_settings(model, "actor_rollout_ref.model"), model.path)
     sharded(policy, blocks_of(policy), fsdp, context)
     return policy
 

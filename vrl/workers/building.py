@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vrl.algorithms.schedules import constant_factor, cosine_factor
 from vrl.models.images import ImageCache
+from vrl.models.lora import LoraSettings
 from vrl.models.renderer import HFRenderer
 from vrl.models.ulysses import SequenceGroup
-from vrl.protocol.config.model import FsdpConfig, OptimConfig
+from vrl.protocol.config.learner import CriticModelConfig
+from vrl.protocol.config.model import FsdpConfig, ModelConfig, OptimConfig
 from vrl.protocol.config.schema import Config
 from vrl.workers.learner import BatchLimits, Learner, OptimizerState, Residence
 from vrl.workers.microbatch import Packer
@@ -46,6 +48,19 @@ class BuildContext:
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz or rows is None:
             return BatchLimits(max_tokens=max_tokens)
         return BatchLimits(rows=rows)
+
+
+def lora_settings(model: ModelConfig | CriticModelConfig, section: str) -> LoraSettings:
+    """Return how a model with `uses_lora` is adapted; `section` is where its settings stand."""
+    return LoraSettings(
+        section=section,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        exclude_modules=model.exclude_modules,
+        adapter_path=model.lora_adapter_path,
+        vision_frozen=model.freeze_vision_tower,
+    )
 
 
 def sharded(module: nn.Module, blocks: Sequence[nn.Module], config: FsdpConfig, context: BuildContext) -> DeviceMesh:

@@ -7,13 +7,14 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
+from vrl.models import lora
 from vrl.models.loading import load_value_model
 from vrl.models.packing import PackedBatch
 from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, VALUES
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
-from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded, stepper
+from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
 from vrl.workers.learner import Learner
 from vrl.workers.losses import REQUIRED_BY_VALUE, ValueObjective
 
@@ -39,6 +40,8 @@ class CriticWorker:
             override_config=critic.model.override_config,
             trust_remote_code=critic.model.trust_remote_code,
         )
+        if critic.model.uses_lora:  # the value head, which is new as a rule, learns beside the adapters
+            lora.add_adapters(module.backbone, lora_settings(critic.model, "critic.model"), config.critic_model_path)
         sharded(module, blocks_of(module), critic.fsdp_config, context)
         limits = context.limits(config.critic_token_budget, critic.ppo_micro_batch_size_per_gpu)
         step = stepper(module, critic.optim, critic.grad_clip, total_steps)

@@ -112,7 +112,7 @@ def test_the_message_says_what_is_wanted(key: str, value: Any, wanted: str):
         ("trainer.lr", "did you mean warm_start.lr or critic.optim.lr or actor_rollout_ref.actor.optim.lr?"),
         ("critic.model.fsdp_config", "write critic.fsdp_config"),
         ("actor_rollout_ref.model.use_remove_padding", "leave it out; rows are always packed"),
-        ("actor_rollout_ref.model.lora_rank", "leave it out; LoRA is not supported"),
+        ("actor_rollout_ref.model.lora", "leave it out; LoRA is set by lora_rank"),
         ("data.qqqqqq", "configs/ppo_trainer.yaml lists all settings"),
     ],
 )

@@ -26,7 +26,10 @@ SCRIPT = [
     "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
     "actor_rollout_ref.model.use_remove_padding=True",
     "actor_rollout_ref.model.enable_gradient_checkpointing=True",
-    "actor_rollout_ref.model.lora_rank=0",
+    "actor_rollout_ref.model.lora_rank=64",
+    "actor_rollout_ref.model.lora_alpha=32",
+    "actor_rollout_ref.model.target_modules=all-linear",
+    "actor_rollout_ref.model.exclude_modules='.*visual.*'",
     "actor_rollout_ref.hybrid_engine=True",
     "data.max_prompt_length=1024",
     "data.max_response_length=2048",
@@ -222,7 +225,7 @@ def test_a_key_without_effect_is_left_out_and_said(typed: str):
 @pytest.mark.parametrize(
     ("typed", "reason"),
     [
-        ("actor_rollout_ref.model.lora_rank=8", "LoRA is not supported"),
+        ("actor_rollout_ref.model.lora.rank=8", "LoRA is set by lora_rank"),
         (f"{A}.strategy=megatron", "FSDP2 is the only way"),
         (f"{A}.megatron.tensor_model_parallel_size=2", "no Megatron backend"),
         ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_local_dir"),

@@ -65,7 +65,7 @@ def pool(section: str, ranks: int) -> dict[str, Any]:
     return {f"{section}.resource_pool.enable": True, f"{section}.resource_pool.n_gpus_per_node": ranks}
 
 
-R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 REWARD_MODEL = {"reward_model.enable": True, "reward_model.model.path": "models/rm"}
 FAULTS = [
     ({"data.train_batch_size": 20}, ["train_batch_size=20", "ppo_mini_batch_size=8", "set", "ppo_mini_batch_size=5"]),
@@ -201,6 +201,16 @@ FAULTS = [
         {"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": True}}},
         ["reward_kwargs.overlong_buffer_cfg", "write reward_model.overlong_buffer"],
     ),
+    ({f"{M}.lora_rank": -1}, ["lora_rank=-1", "0 or more"]),
+    ({f"{M}.lora_rank": 8, f"{M}.lora_alpha": 0}, ["lora_alpha=0", "1 or more"]),
+    ({f"{M}.lora_rank": 8, f"{M}.target_modules": []}, ["target_modules is empty", "all-linear", "lora_rank=0"]),
+    ({f"{M}.lora_rank": 8, f"{M}.exclude_modules": "*.visual"}, ["exclude_modules='*.visual'", "give names"]),
+    ({"critic.model.target_modules": "(q"}, ["critic.model.target_modules='(q'", "target_modules=[q_proj,v_proj]"]),
+    ({f"{M}.lora_adapter_path": ""}, ["lora_adapter_path is empty", "null"]),
+    (
+        {f"{M}.lora_adapter_path": "a", "warm_start.enable": True, "warm_start.files": ["w.parquet"]},
+        ["lora_adapter_path=a", "set warm_start.enable=False"],
+    ),
     ({"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (off, all), 1 or more"]),
     ({"trainer.test_freq": -5}, ["trainer.test_freq=-5"]),
     ({f"{A}.optim.lr": -1.0}, ["optim.lr=-1.0", "0 or more"]),
@@ -274,6 +284,16 @@ WARNINGS = [
         {**REWARD_MODEL, "reward_model.rule_weight": 0.0, "custom_reward_function.path": "r.py"},
         ["custom_reward_function.path has no effect", "rule_weight=0"],
     ),
+    ({f"{M}.lora_alpha": 32}, ["lora_alpha without effect", "lora_rank=0"]),
+    (
+        {"critic.model.lora_adapter_path": "a", "critic.model.target_modules": ["q_proj"]},
+        ["critic.model: target_modules without effect", "lora_adapter_path"],
+    ),
+    (
+        {f"{M}.lora_rank": 8, f"{A}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 99},
+        ["actor_rollout_ref.ref", "without its adapter"],
+    ),
+    ({f"{M}.lora_adapter_path": "a", f"{A}.use_kl_loss": True}, ["lora_adapter_path=a", "does not start at zero"]),
     (
         {
             "algorithm.rollout_correction.rollout_is": "token",

@@ -89,6 +89,16 @@ class CriticModelConfig:
     enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass
     enable_activation_offload: bool = False  # what the backward pass needs waits in host memory
     freeze_vision_tower: bool = False  # no gradient for the vision tower
+    lora_rank: int = 0  # of the adapters that learn in place of all weights; 0: no LoRA
+    lora_alpha: int = 16  # the adapters' output counts lora_alpha / lora_rank times
+    target_modules: str | tuple[str, ...] = "all-linear"  # adapted: decoder's linear layers; names, or a pattern
+    exclude_modules: str | tuple[str, ...] | None = None  # not adapted: names or their ends, or a pattern
+    lora_adapter_path: str | None = None  # adapter folder in peft's format to go on from; null: new ones
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters learn and the model itself is frozen."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @final

@@ -8,6 +8,7 @@ from vrl.protocol.config.schema import Config
 _A, _R, _T = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer"
 _SANDBOX = f"{_R}.multi_turn.sandbox"
 _SHARED_OPTIM = (f"{_A}.optim", "critic.optim")
+_LORA = ("actor_rollout_ref.model", "critic.model")
 _SHARED_FSDP = (
     *(f"{_A}.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
     *("critic.fsdp_config", "reward_model.fsdp_config"),
@@ -52,6 +53,7 @@ AT_LEAST_ONE = (
     "critic.ppo_max_token_len_per_gpu",
     "critic.ppo_epochs",
     "critic.ulysses_sequence_parallel_size",
+    *(f"{section}.lora_alpha" for section in _LORA),
     "reward_model.num_workers",
     "reward_model.max_resp_len",
     "reward_model.max_length",
@@ -74,6 +76,7 @@ AT_LEAST_ONE = (
 )
 NOT_NEGATIVE = (
     *(f"{section}.{name}" for section in _SHARED_OPTIM for name in ("lr", "weight_decay", "num_cycles")),
+    *(f"{section}.lora_rank" for section in _LORA),
     f"{_A}.entropy_coeff",
     f"{_A}.kl_loss_coef",
     f"{_A}.policy_loss.clip_cov_lb",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from vrl.protocol.config import algorithm_rules, pool_rules
+from vrl.protocol.config import algorithm_rules, lora_rules, pool_rules
 from vrl.protocol.config.pool_rules import largest_divisor
 from vrl.protocol.config.ranges import range_errors, value_of
 from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
@@ -230,6 +230,8 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.gdpo,
     algorithm_rules.group_losses,
     algorithm_rules.filter_groups,
+    lora_rules.modules,
+    lora_rules.adapter,
     _resume,
     _sandbox,
     _not_supported,
@@ -373,4 +375,6 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _effect_warnings,
     _agent_warnings,
     _run_warnings,
+    lora_rules.unused,
+    lora_rules.reference,
 )

@@ -58,7 +58,10 @@ class Config:
         Actor and rollout stay together: weights are resharded within their processes, never sent between pools.
         """
         pools = {
-            "reference": (self.needs_reference, self.actor_rollout_ref.ref.resource_pool),
+            "reference": (
+                self.needs_reference and not self.reference_is_base,
+                self.actor_rollout_ref.ref.resource_pool,
+            ),
             "critic": (self.needs_critic, self.critic.resource_pool),
             "reward_model": (self.reward_model.enable, self.reward_model.resource_pool),
         }
@@ -148,6 +151,11 @@ class Config:
     def scores_by_rule(self) -> bool:
         """Whether reward functions run: always, unless a reward model alone counts."""
         return not self.reward_model.enable or self.reward_model.rule_weight != 0.0
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the actor's own model without its adapter, so that no other one is loaded."""
+        return self.needs_reference and self.actor_rollout_ref.model.uses_lora
 
     @property
     def overlong_length(self) -> int:
