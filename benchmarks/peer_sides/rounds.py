@@ -19,7 +19,7 @@ from typing import Any, TextIO, final
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 ENVIRONMENT = THREADS | {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -117,14 +117,14 @@ class Side:
         return json.loads(line)
 
     def ask(self, case: str) -> dict[str, float]:
-        """Have one case measured; `tree_s` is the CPU time of all its processes together meanwhile."""
+        """Have one case measured; `tree_s` is the CPU time of all its processes together, a call."""
         assert self._process.stdin is not None
         root = psutil.Process(self._process.pid)
         before = tree_cpu(root)
         self._process.stdin.write(case + "\n")
         self._process.stdin.flush()
         answer = self._answer()
-        return answer | {"tree_s": tree_cpu(root) - before}
+        return answer | {"tree_s": (tree_cpu(root) - before) / answer.get("calls", 1)}
 
     def close(self) -> None:
         """Let the side end by itself."""

@@ -1,8 +1,7 @@
 """What both trainers of a GRPO step get: a model folder, prompts as chat messages, a reward, lengths.
 
-Qwen2 with 4 layers of width 256 and random weights, 8 prompts x 8 samples. `fixed`: exactly 64 new tokens.
-`longtail`: samples end on their own, at 256 tokens at most. The learning rate is so small that every computation of a
-step is done but the lengths stay as they are.
+Qwen2 with 4 layers of width 256 and random weights. `fixed`: every sample has as many tokens as the others.
+`longtail`: samples end on their own, with the same small probability at every token.
 """
 
 import json
@@ -13,14 +12,27 @@ from typing import Final
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.peer_sides.step_sizes import MEAN_TOKENS, PROMPT_TOKENS, PROMPTS
 from vrl.models.tiny import build_tiny_model
 
-PROMPTS: Final = 8
-SAMPLES: Final = 8
-PROMPT_TOKENS: Final = 64
-CAP: Final = {"fixed": 64, "longtail": 256}
-LEARNING_RATE: Final = 1e-9
-_WORDS: Final = "tom has apples and gives some to ann who then buys more at the shop today".split()
+_WORDS: Final = [
+    "tom",
+    "has",
+    "apples",
+    "and",
+    "gives",
+    "some",
+    "to",
+    "ann",
+    "who",
+    "then",
+    "buys",
+    "more",
+    "at",
+    "the",
+    "shop",
+    "today",
+]
 _STEADY: Final = 1.0  # one embedding channel is equal for all tokens, so that the head can have a bias
 
 
@@ -28,7 +40,7 @@ def write_workload(folder: Path) -> None:
     """Write `fixed` and `longtail` model folders, `prompts.jsonl` and `reward.py`."""
     folder.mkdir(parents=True, exist_ok=True)
     questions = _questions(200)
-    for case, mean_length in (("fixed", None), ("longtail", 41)):
+    for case, mean_length in (("fixed", None), ("longtail", MEAN_TOKENS)):
         build_tiny_model("qwen2", folder / case, questions, seed=0)
         tokenizer = AutoTokenizer.from_pretrained(folder / case)
         model = _model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)

@@ -1,7 +1,6 @@
 """TRL's side of a GRPO step: its own trainer and loop on the same model folder, prompts, reward and lengths.
 
-Started as `python -m benchmarks.peer_sides.trl_step WORKLOAD CASE [per_device_train_batch_size]`. Runs in an
-environment of its own, without vrl.
+Started as `python -m benchmarks.peer_sides.trl_step WORKLOAD CASE`. Runs in an environment of its own, without vrl.
 """
 
 import json
@@ -18,9 +17,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.peer_sides.rounds import private_stdout, versions
-
-CAP = {"fixed": 64, "longtail": 256}
-ROWS = 64
+from benchmarks.peer_sides.step_sizes import CAP, LEARNING_RATE, MICRO_BATCH_ROWS, ROWS, SAMPLES
 
 
 @final
@@ -56,8 +53,7 @@ def main() -> None:
     """Train until the driver hangs up."""
     channel = private_stdout()
     torch.set_num_threads(1)
-    workload, case, *others = sys.argv[1:]
-    per_device = int(others[0]) if others else ROWS
+    workload, case = sys.argv[1:]
     score = runpy.run_path(str(Path(workload) / "reward.py"))["compute_score"]
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -67,9 +63,9 @@ def main() -> None:
     callback = OneStepARequest(channel)
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
-            output_dir=out, use_cpu=True, bf16=False, fp16=False, per_device_train_batch_size=per_device,
-            gradient_accumulation_steps=ROWS // per_device, num_generations=8, max_completion_length=CAP[case],
-            max_steps=1_000_000, learning_rate=1e-9, lr_scheduler_type="constant", logging_steps=1, report_to=[],
+            output_dir=out, use_cpu=True, bf16=False, fp16=False, per_device_train_batch_size=MICRO_BATCH_ROWS,
+            gradient_accumulation_steps=ROWS // MICRO_BATCH_ROWS, num_generations=SAMPLES, max_completion_length=CAP[case],
+            max_steps=1_000_000, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[],
             save_strategy="no", disable_tqdm=True, temperature=1.0, top_k=0, beta=0.0, gradient_checkpointing=False,
             generation_kwargs={"min_new_tokens": CAP[case]} if case == "fixed" else {}, dataloader_pin_memory=False,
             model_init_kwargs={"dtype": "float32"}, seed=0,

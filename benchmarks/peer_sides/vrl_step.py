@@ -11,11 +11,18 @@ import time
 from pathlib import Path
 
 from benchmarks.peer_sides.rounds import private_stdout, versions
+from benchmarks.peer_sides.step_sizes import (
+    CAP,
+    LEARNING_RATE,
+    MICRO_BATCH_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    ROWS,
+    SAMPLES,
+)
 from vrl.controller.compose import load
 from vrl.controller.run import assembled
 from vrl.controller.run_folder import RunFolder
-
-CAP = {"fixed": 64, "longtail": 256}
 
 
 def overrides(workload: Path, case: str) -> list[str]:
@@ -24,18 +31,19 @@ def overrides(workload: Path, case: str) -> list[str]:
         f"data.train_files={workload / 'prompts.jsonl'}",
         f"actor_rollout_ref.model.path={workload / case}",
         f"custom_reward_function.path={workload / 'reward.py'}",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=64",
+        f"data.train_batch_size={PROMPTS}",
+        f"data.max_prompt_length={PROMPT_TOKENS}",
         f"data.max_response_length={CAP[case]}",
         f"actor_rollout_ref.rollout.ignore_eos={case == 'fixed'}",
-        "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.max_num_seqs=64",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.rollout.max_num_seqs={ROWS}",
         "actor_rollout_ref.rollout.kv_cache_gib=0.5",
         "actor_rollout_ref.rollout.enforce_eager=True",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.optim.lr=1e-9",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MICRO_BATCH_TOKENS}",
+        f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         "algorithm.adv_estimator=grpo",
         "trainer.n_gpus_per_node=1",
         "trainer.device=cpu",
@@ -62,7 +70,7 @@ def main() -> None:
             trainer.global_step += 1
             metrics = trainer.step(trainer.loader.next_batch())
             trainer.outputs.tracker.log(metrics, trainer.global_step)
-            answer = {"wall_s": time.perf_counter() - begin, "response_tokens": 64 * metrics["response_length/mean"]}
+            answer = {"wall_s": time.perf_counter() - begin, "response_tokens": ROWS * metrics["response_length/mean"]}
             answer |= {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
             channel.write(json.dumps(answer) + "\n")
 
