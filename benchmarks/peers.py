@@ -82,10 +82,11 @@ def opened(commands: Mapping[str, Sequence[str]], logs: Path) -> Iterator[list[S
 
 def part_commands(part: str, sizes: tuple[int, int], folder: Path, peers: bool = True) -> dict[str, list[str]]:
     """Return how the two sides of a part are started; only ours without `peers`."""
+    modules = {"vrl": "vrl_calls" if part == "ray" else "vrl_side", "verl": "verl_side"}
     pythons = {"vrl": sys.executable} | ({"verl": peer_python("verl")} if peers else {})
     rows, width = map(str, sizes)
     return {
-        name: [python, "-m", f"benchmarks.peer_sides.{name}_side", part, rows, width, str(folder / f"{name}.npz")]
+        name: [python, "-m", f"benchmarks.peer_sides.{modules[name]}", part, rows, width, str(folder / f"{name}.npz")]
         for name, python in pythons.items()
     }
 
@@ -158,7 +159,7 @@ def balance(sides: Sequence[Side], rounds: int, _folder: Path) -> Iterator[str]:
         ratios = [side.facts["imbalance"][case] for side in found]
         name = f"{case} ({', '.join(f'{ratio:.4f}' for ratio in ratios)})"
         cells = line(name, interleaved(found, case, rounds), "cpu_s", judge=False).removesuffix(" |  |")
-        missing = " | | " * (len(sides) - len(found))
+        missing = " |  | " * (len(sides) - len(found))
         verdict_here = f"1.01: {'met' if ratios[0] <= 1.01 else '**missed**'}" if "equal" in case else ""
         yield f"{cells}{missing} | {verdict_here} |"
 
@@ -184,22 +185,35 @@ PARTS: dict[str, Callable[[Sequence[Side], int, Path], Iterator[str]]] = {
 }
 
 
+def write_step_workload(folder: Path) -> None:
+    """Write models, prompts and reward of the step."""
+    module = "benchmarks.peer_sides.step_workload"
+    subprocess.run(
+        [sys.executable, "-m", module, folder],
+        check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def step_commands(case: str, folder: Path, peers: bool = True) -> dict[str, list[str]]:
+    """Return how the two trainers are started; only ours without `peers`."""
+    pythons = {"vrl": sys.executable} | ({"trl": peer_python("trl")} if peers else {})
+    return {
+        name: [python, "-m", f"benchmarks.peer_sides.{name}_step", str(folder), case]
+        for name, python in pythons.items()
+    }
+
+
 def step(rounds: int, folder: Path) -> Iterator[str]:
     """Time a whole GRPO step in all processes together."""
-    writer = "from pathlib import Path; from benchmarks.peer_sides.step_workload import write_workload; "
-    write = [sys.executable, "-c", f"{writer}write_workload(Path({str(folder)!r}))"]
-    subprocess.run(write, check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    write_step_workload(folder)
     for case in CAP:
-        commands = {
-            name: [python, "-m", f"benchmarks.peer_sides.{name}_step", str(folder), case]
-            for name, python in (("vrl", sys.executable), ("trl", peer_python("trl")))
-        }
-        with opened(commands, folder) as sides:
+        with opened(step_commands(case, folder), folder) as sides:
             yield from head(sides, "step", "CPU ms")
             samples = interleaved(sides, "step", rounds, warm_ups=2)
             yield line(case, samples, "tree_s")
             yield ""
             yield from step_details(case, samples)
+            yield ""
 
 
 def step_details(case: str, samples: Samples) -> Iterator[str]:

@@ -6,6 +6,7 @@ Qwen2 with 4 layers of width 256 and random weights. `fixed`: every sample has a
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -15,24 +16,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.peer_sides.step_sizes import MEAN_TOKENS, PROMPT_TOKENS, PROMPTS
 from vrl.models.tiny import build_tiny_model
 
-_WORDS: Final = [
-    "tom",
-    "has",
-    "apples",
-    "and",
-    "gives",
-    "some",
-    "to",
-    "ann",
-    "who",
-    "then",
-    "buys",
-    "more",
-    "at",
-    "the",
-    "shop",
-    "today",
-]
+_WORDS: Final = tuple("tom has apples and gives some to ann who then buys more at the shop today".split())  # noqa: SIM905
 _STEADY: Final = 1.0  # one embedding channel is equal for all tokens, so that the head can have a bias
 
 
@@ -110,3 +94,7 @@ def _end_after(model: Qwen2ForCausalLM, tokens: int, tokenizer: object, question
     logits = hidden @ head.T
     others = torch.cat([logits[:, :end], logits[:, end + 1 :]], 1).logsumexp(1)
     head[end, 0] = ((wanted + others - logits[:, end]) / hidden[:, 0]).mean()
+
+
+if __name__ == "__main__":
+    write_workload(Path(sys.argv[1]))

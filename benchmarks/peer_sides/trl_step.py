@@ -64,11 +64,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out, use_cpu=True, bf16=False, fp16=False, per_device_train_batch_size=MICRO_BATCH_ROWS,
-            gradient_accumulation_steps=ROWS // MICRO_BATCH_ROWS, num_generations=SAMPLES, max_completion_length=CAP[case],
-            max_steps=1_000_000, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[],
-            save_strategy="no", disable_tqdm=True, temperature=1.0, top_k=0, beta=0.0, gradient_checkpointing=False,
-            generation_kwargs={"min_new_tokens": CAP[case]} if case == "fixed" else {}, dataloader_pin_memory=False,
-            model_init_kwargs={"dtype": "float32"}, seed=0,
+            gradient_accumulation_steps=ROWS // MICRO_BATCH_ROWS, num_generations=SAMPLES, beta=0.0,
+            max_completion_length=CAP[case], max_steps=1_000_000, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+            temperature=1.0, top_k=0, gradient_checkpointing=False, dataloader_pin_memory=False, seed=0,
+            generation_kwargs={"min_new_tokens": CAP[case]} if case == "fixed" else {},
+            model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=str(Path(workload) / case),

@@ -1,6 +1,6 @@
-"""vrl's side of everything but the training step: `python -m benchmarks.peer_sides.vrl_side PART ROWS WIDTH OUT`.
+"""vrl's side of what needs no other process: `python -m benchmarks.peer_sides.vrl_side PART ROWS WIDTH OUT`.
 
-PART is `algorithms`, `batch`, `balance` or `ray`. Results to compare with the peer's go to the file OUT.
+PART is `algorithms`, `batch` or `balance`. Results to compare with the peer's go to the file OUT.
 """
 
 import pickle
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -18,13 +17,10 @@ from benchmarks.peer_sides.batch_workload import SIZES, Rows, imbalance, token_c
 from benchmarks.peer_sides.rounds import Case, private_stdout, serve, versions
 from benchmarks.protocol import TOKENS, make_batch, mini_batches, save_and_load
 from vrl.algorithms.advantages.registry import AdvantageInputs, AdvantageParams, get_advantage
-from vrl.controller.worker_group import ProcessGroup, WorkerGroup
 from vrl.protocol.balance import partition
-from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, RETURNS, UID, VALUES
+from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, RETURNS, UID, VALUES
 from vrl.protocol.dataproto import DataProto, concat
-from vrl.protocol.dispatch import Dispatch, register
 from vrl.protocol.ragged import Ragged, offsets_of
-from vrl.workers.host import ROLE_CLASSES
 
 Part = tuple[dict[str, Case], dict[str, Any]]
 
@@ -52,7 +48,7 @@ def algorithms(rows: int, width: int, out: Path) -> Part:
 
 
 def batch(rows: int, _width: int, _out: Path) -> Part:
-    """Operations of `DataProto`. Where rows are cut lazily, all columns are asked for."""
+    """Operations of `DataProto`. Rows are cut when a column is asked for: with and without that."""
     whole = make_batch(rows)
     rng = np.random.default_rng(0)
     some, order = (torch.from_numpy(rng.permutation(rows)) for _ in range(2))
@@ -61,13 +57,20 @@ def batch(rows: int, _width: int, _out: Path) -> Part:
     copy, packed = concat(parts), pickle.dumps(whole, protocol=5)
     offsets = torch.arange(rows + 1) * TOKENS
     extra = DataProto({name: Ragged(torch.randn(rows * TOKENS), offsets) for name in (VALUES, RETURNS)})
+
+    def one(i: int) -> slice:
+        return slice(i % rows, i % rows + 1)
+
     operations: dict[str, Callable[[], Any]] = {
         "construct": lambda: DataProto(whole.columns, whole.objects),
-        "chunk(8)": lambda: all_columns(whole.chunk(8)),
-        "split(128)": lambda: all_columns(whole.split(128)),
-        "split(4) -> 256 micro-batches": lambda: all_columns(whole.split(4)),
+        "chunk(8)": lambda: whole.chunk(8),
+        "chunk(8), all columns read": lambda: all_columns(whole.chunk(8)),
+        "split(128)": lambda: whole.split(128),
+        "split(4) -> 256 micro-batches": lambda: whole.split(4),
+        "split(4), all columns read": lambda: all_columns(whole.split(4)),
         "concat 8 parts": lambda: concat(parts),
-        "one row x 1000": lambda: all_columns(whole.rows(slice(i % rows, i % rows + 1)) for i in range(1000)),
+        "one row x 1000": lambda: [whole.rows(one(i)) for i in range(1000)],
+        "one row x 1000, all columns read": lambda: all_columns(whole.rows(one(i)) for i in range(1000)),
         "half the rows, one run": lambda: all_columns([whole.rows(slice(rows // 8, rows * 5 // 8))]),
         "half the rows, random": lambda: whole.rows(some),
         "half the rows, mask": lambda: whole.rows(mask),
@@ -105,38 +108,7 @@ def balance(_rows: int, _width: int, _out: Path) -> Part:
     return cases, {"imbalance": ratios}
 
 
-class Echo:
-    """A role whose method costs nothing but the transport of the rows."""
-
-    @register(Dispatch.ROWS, requires=(OLD_LOG_PROBS,), returns=(OLD_LOG_PROBS,))
-    def shifted(self, rows: DataProto) -> DataProto:
-        """Return one column, changed."""
-        column = rows.ragged(OLD_LOG_PROBS)
-        return DataProto({OLD_LOG_PROBS: Ragged(column.values + 1.0, column.offsets)})
-
-    def call(self, _role: str, method: str, *arguments: Any) -> Any:
-        """Answer as `WorkerHost` does."""
-        return getattr(self, method)(*arguments)
-
-
-def over_ray(rows: int, _width: int, _out: Path) -> Part:
-    """Object store and worker group."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2 * 2**30)
-    ROLE_CLASSES["echo"] = Echo
-    processes = object.__new__(ProcessGroup)  # without learners and engine: only the calls are measured
-    processes.handles = [ray.remote(Echo).options(num_cpus=0.5).remote() for _ in range(2)]
-    group = WorkerGroup(processes, "echo", 1)
-    whole = make_batch(rows)
-    stored = ray.put(whole)
-    cases = {
-        "ray.put": Case(lambda _: ray.put(whole)),
-        "ray.get": Case(lambda _: ray.get(stored)),
-        "worker-group call, 2 ranks": Case(lambda _: group.call("shifted", whole), most_calls=3),
-    }
-    return cases, {"mib": whole.nbytes() / 2**20}
-
-
-PARTS = {"algorithms": algorithms, "batch": batch, "balance": balance, "ray": over_ray}
+PARTS = {"algorithms": algorithms, "batch": batch, "balance": balance}
 
 
 def main() -> None:
@@ -145,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     part, rows, width, out = sys.argv[1:]
     cases, facts = PARTS[part](int(rows), int(width), Path(out))
-    serve(cases, {"versions": versions(["torch", "numpy", "ray"]), **facts}, channel)
+    serve(cases, {"versions": versions(["torch", "numpy"]), **facts}, channel)
 
 
 if __name__ == "__main__":
