@@ -209,7 +209,7 @@ def step(rounds: int, folder: Path) -> Iterator[str]:
     for case in CAP:
         with opened(step_commands(case, folder), folder) as sides:
             yield from head(sides, "step", "CPU ms")
-            samples = interleaved(sides, "step", rounds, warm_ups=2)
+            samples = interleaved(sides, "step", rounds)
             yield line(case, samples, "tree_s")
             yield ""
             yield from step_details(case, samples)

@@ -35,8 +35,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """
     per_word = max(8 // a.element_size(), 1)
     left, right = a.reshape(-1), b.reshape(-1)
-    aligned = left.storage_offset() % per_word == 0 and right.storage_offset() % per_word == 0
-    words = len(left) // per_word * per_word if aligned else 0
+    if left.storage_offset() % per_word or right.storage_offset() % per_word:
+        return torch.equal(left, right)
+    words = len(left) // per_word * per_word
     same = torch.equal(left[:words].view(torch.int64), right[:words].view(torch.int64))
     return same and torch.equal(left[words:], right[words:])
 
