@@ -48,6 +48,7 @@ KNOWN: Final = {
     ".venv/bin/python benchmarks/curves.py OUT.png RUN/metrics.jsonl",
     ".venv/bin/python benchmarks/run_shares.py RUN/metrics.jsonl",
     ".venv/bin/python benchmarks/generation.py",
+    ".venv/bin/python benchmarks/peers.py",  # its own side in tests/test_peers.py; the peers take 10 GB and minutes
     "VRL_WRITE_TABLES=1 .venv/bin/python -m pytest tests/workers/test_learner.py",  # a test of the tier dist
 }
 

@@ -19,6 +19,19 @@ def test_row_reductions_with_empty_rows():
     assert segments.spread(torch.tensor([9.0, 8.0, 7.0, 6.0]), OFFSETS, 5).tolist() == [8.0, 8.0, 8.0, 7.0, 7.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_totals_and_spread_over_sampled_tokens(dtype):
+    offsets = torch.tensor([0, 0, 3, 3, 4, 4])
+    x = torch.tensor([1.0, -2.0, 4.0, 0.5], dtype=dtype)
+    mask = torch.tensor([True, False, True, True])
+    assert segments.row_totals(x, offsets).tolist() == [0.0, 3.0, 0.0, 0.5, 0.0]
+    assert segments.row_totals(x, offsets).dtype == torch.float64
+    assert segments.row_totals(x[:0], torch.tensor([0, 0])).tolist() == [0.0]
+    assert segments.row_totals(x[:0], torch.tensor([0])).tolist() == []
+    spread = segments.spread_sampled(torch.arange(1, 6).to(dtype), mask, offsets)
+    assert (spread.tolist(), spread.dtype) == ([2.0, 0.0, 2.0, 4.0], dtype)
+
+
 def test_row_sum_passes_the_gradient_on():
     x = torch.ones(5, requires_grad=True)
     (segments.row_sum(x, OFFSETS) * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()

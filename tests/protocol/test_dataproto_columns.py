@@ -46,15 +46,20 @@ def test_union_of_equal_and_of_other_values() -> None:
         (nan, nan.clone()),
         (torch.tensor([True, False]), torch.tensor([True, False])),
         (nan.to(torch.bfloat16), nan.to(torch.bfloat16)),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
+        (torch.arange(5.0)[1:3], torch.arange(1.0, 3.0)),  # not on a word's border
+        (torch.arange(40) % 3 == 0, torch.arange(40) % 3 == 0),
         (Ragged.from_rows([[1], []], torch.int64), Ragged.from_rows([[1], []], torch.int64)),
         (object_column([{"a": array}, [array, None]]), object_column([{"a": array.copy()}, [array.copy(), None]])),
         (object_column([float("nan"), (1,)]), object_column([float("nan"), (1,)])),
     ]
     for mine, theirs in equal:
-        assert len(DataProto().with_columns(x=mine).union(DataProto().with_columns(x=theirs))) == 2
+        assert len(DataProto().with_columns(x=mine).union(DataProto().with_columns(x=theirs))) == len(mine)
     other: list[tuple[Any, Any]] = [
         (nan, torch.tensor([1.0, 2.0])),
         (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+        (torch.arange(9, dtype=torch.int32), torch.arange(9, dtype=torch.int32).index_fill(0, torch.tensor(3), 0)),
+        (torch.zeros(19, dtype=torch.bool), torch.arange(19) == 18),
         (torch.ones(2, 1), torch.ones(2, 3)),
         (Ragged.from_rows([[1], []], torch.int64), Ragged.from_rows([[], [1]], torch.int64)),
         (object_column([{"a": array}, 0]), object_column([{"a": array + 1}, 0])),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vrl.protocol.ragged import Ragged, RowGather, concat_ragged, offsets_of
+from vrl.protocol.ragged import Ragged, RowGather, RowRepeat, concat_ragged, offsets_of
 
 ROW_LISTS = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
 checked = settings(deadline=None, max_examples=60, derandomize=True)
@@ -99,6 +99,21 @@ def test_take_scattered_rows_of_every_dtype(dtype: torch.dtype, length: int) -> 
         taken = column.take(RowGather.of(column.offsets, torch.tensor(order)))
         assert taken.values.dtype == dtype
         assert all(torch.equal(row, rows[i]) for row, i in zip(taken.to_rows(), order, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("lengths", [[3, 3], [0, 0], [2, 0, 5], [4], []])
+@pytest.mark.parametrize("width", [(), (2,)])
+def test_repeated_rows_of_every_dtype(dtype: torch.dtype, lengths: list[int], width: tuple[int, ...]) -> None:
+    offsets = offsets_of(torch.tensor(lengths, dtype=torch.int64))
+    values = torch.arange(sum(lengths) * (2 if width else 1)).reshape(sum(lengths), *width).remainder(5).to(dtype)
+    rows = Ragged(values, offsets).to_rows()
+    for times in (0, 1, 3):
+        for interleave, wanted in ((True, [row for row in rows for _ in range(times)]), (False, [*rows] * times)):
+            repeated = Ragged(values, offsets).take(RowRepeat.of(offsets, times, interleave))
+            assert repeated.values.dtype == dtype
+            assert len(repeated) == len(wanted)
+            assert all(torch.equal(row, other) for row, other in zip(repeated.to_rows(), wanted, strict=True))
 
 
 def test_neighbouring_rows_are_a_view_and_others_a_copy() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vrl.protocol.columns import COLUMNS, IMAGE_KEYS
 from vrl.protocol.equality import equal_columns
-from vrl.protocol.ragged import Ragged, RowGather, RowRun, as_array, concat_ragged
+from vrl.protocol.ragged import Ragged, RowGather, RowRepeat, RowRun, as_array, concat_ragged
 
 ObjectArray = npt.NDArray[Any]  # 1-D, dtype object
 RowIndex = npt.NDArray[np.int64]
@@ -187,18 +187,26 @@ class DataProto:
         raise self._absent(which)
 
     def _run(self, start: int, stop: int) -> "DataProto":
-        objects = {name: array[start:stop] for name, array in self.objects.items()}
-        return DataProto.trusted(RowRun(self.columns, start, stop), objects, _prune(self.blobs, objects), self.meta)
+        return self._cut(RowRun(self.columns, start, stop), start, stop)
 
-    def _gather(self, index: RowIndex) -> "DataProto":
+    def _runs(self, starts: Sequence[int]) -> list["DataProto"]:
+        runs = RowRun.all_of(self.columns, starts)
+        return [self._cut(run, *bounds) for run, bounds in zip(runs, pairwise(starts), strict=True)]
+
+    def _cut(self, columns: RowRun, start: int, stop: int) -> "DataProto":
+        objects = {name: array[start:stop] for name, array in self.objects.items()}
+        return DataProto.trusted(columns, objects, _prune(self.blobs, objects), self.meta)
+
+    def _gather(self, index: RowIndex, plan: Callable[[Tensor], RowRepeat] | None = None) -> "DataProto":
+        """Return the rows of an index; `plan` makes the gather of per-token columns where it is no common one."""
         if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
             return self._run(int(index[0]), int(index[-1]) + 1)
         rows = torch.as_tensor(index)
-        gather: RowGather | None = None  # one for all per-token columns: they share their offsets
+        gather: RowGather | RowRepeat | None = None  # one for all per-token columns: they share their offsets
         columns: dict[str, Tensor | Ragged] = {}
         for name, value in self.columns.items():
             if isinstance(value, Ragged):
-                gather = gather or RowGather.of(value.offsets, rows)
+                gather = gather or (plan(value.offsets) if plan else RowGather.of(value.offsets, rows))
                 columns[name] = value.take(gather)
             else:
                 columns[name] = value.index_select(0, rows)
@@ -210,22 +218,22 @@ class DataProto:
         if parts < 1:
             raise ValueError(f"cannot cut {len(self)} rows into {parts} parts")
         base, extra = divmod(len(self), parts)
-        starts = [i * base + min(i, extra) for i in range(parts + 1)]
-        return [self._run(start, stop) for start, stop in pairwise(starts)]
+        return self._runs([i * base + min(i, extra) for i in range(parts + 1)])
 
     def split(self, size: int) -> list["DataProto"]:
         """Cut into runs of `size` rows; the last may be shorter."""
         if size < 1:
             raise ValueError(f"cannot cut {len(self)} rows into parts of {size}")
         count = len(self)
-        return [self._run(start, min(start + size, count)) for start in range(0, count, size)]
+        return self._runs([*range(0, count, size), count]) if count else []
 
     def repeat(self, times: int, interleave: bool = True) -> "DataProto":
         """Repeat rows: a a b b (interleaved) or a b a b. Blobs are shared."""
         if times < 0:
             raise ValueError(f"cannot repeat rows {times} times")
         index = np.arange(len(self))
-        return self._gather(np.repeat(index, times) if interleave else np.tile(index, times))
+        repeated = np.repeat(index, times) if interleave else np.tile(index, times)
+        return self._gather(repeated, lambda offsets: RowRepeat.of(offsets, times, interleave))
 
     def reorder(self, order: Sequence[int] | Tensor) -> tuple["DataProto", Tensor]:
         """Return the rows in `order` (a permutation) and the inverse permutation that undoes it."""

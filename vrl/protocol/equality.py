@@ -22,10 +22,24 @@ def equal_columns(a: Column, b: Column) -> bool:
             return True
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+        return _same_bits(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return len(a) == len(b) and all(map(_same_object, a, b))
     return False
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare memory, eight bytes at a time: several times faster than by element for short types.
+
+    For integers it is equality; floats may be equal without (0.0 and -0.0), but NaN equals NaN.
+    """
+    per_word = max(8 // a.element_size(), 1)
+    left, right = a.reshape(-1), b.reshape(-1)
+    if left.storage_offset() % per_word or right.storage_offset() % per_word:
+        return torch.equal(left, right)
+    words = len(left) // per_word * per_word
+    same = torch.equal(left[:words].view(torch.int64), right[:words].view(torch.int64))
+    return same and torch.equal(left[words:], right[words:])
 
 
 def _same_object(x: Any, y: Any) -> bool:

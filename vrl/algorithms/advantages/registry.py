@@ -68,12 +68,11 @@ class AdvantageInputs:
 
     def scores(self) -> Float[Tensor, " B"]:
         """Sum of each row's token rewards, in float64 so that group statistics do not round."""
-        return segments.row_sum(self.token_level_rewards, self.offsets).double()
+        return segments.row_totals(self.token_level_rewards, self.offsets)
 
     def per_token(self, row_values: Float[Tensor, " B"]) -> Float[Tensor, " T"]:
         """Gives every sampled token the value of its row, in the rewards' dtype; 0 elsewhere."""
-        rewards = self.token_level_rewards
-        return segments.spread(row_values.to(rewards.dtype), self.offsets, rewards.numel()).mul_(self.mask)
+        return segments.spread_sampled(row_values.to(self.token_level_rewards.dtype), self.mask, self.offsets)
 
 
 @final
