@@ -9,7 +9,6 @@ from typing import final
 
 import ray
 
-from vrl.agent.environments.pool import Schemas, check_environments
 from vrl.agent.rewards.pool import check_rewards
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.algorithms.losses.registry import get_policy_loss
@@ -17,6 +16,7 @@ from vrl.controller.baseline import GreedyBaseline, NoBaseline
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.corrections import corrections, loss_columns
 from vrl.controller.credit import Advantage, Rewards, reward_shaping
+from vrl.controller.environments import Tools, checked_environments
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.group_filter import group_filter
 from vrl.controller.pools import Pools, pool_specs
@@ -49,7 +49,7 @@ from vrl.models.renderer import HFRenderer, load_renderer
 from vrl.protocol.config.schema import Config
 from vrl.protocol.trajectory import Prompt, Sampling
 from vrl.workers.host import RunLength
-from vrl.workers.rollout import environment_spec, reward_spec
+from vrl.workers.rollout import reward_spec
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ class RunData:
     most_images: int  # images of the row that has most
 
 
-def load_data(config: Config, renderer: HFRenderer, tools: Schemas | None = None) -> RunData:
-    """Read and check all rows; `tools` holds the schemas of the environments that there are.
+def load_data(config: Config, renderer: HFRenderer, tools: Tools | None = None) -> RunData:
+    """Read and check all rows; `tools` says which environments there are.
 
     Raises DataError before anything expensive has started.
     """
-    data, tools = config.data, tools or {}
+    data, tools = config.data, tools or Tools()
     train, most_images = _rows(config, renderer, tools, data.train_files, "training")
     loader = PromptLoader(train, config.prompts_per_draw, seed=config.data_seed, shuffle=data.shuffle)
     validation: list[Prompt] = []
@@ -81,12 +81,19 @@ def load_data(config: Config, renderer: HFRenderer, tools: Schemas | None = None
 
 
 def _rows(
-    config: Config, renderer: HFRenderer, tools: Schemas, files: tuple[str, ...], what: str
+    config: Config, renderer: HFRenderer, tools: Tools, files: tuple[str, ...], what: str
 ) -> tuple[RowDataset, int]:
     data = config.data
     limit = data.train_max_samples if what == "training" else data.val_max_samples
     columns = ColumnNames(prompt=data.prompt_key, image=data.image_key, data_source=data.reward_fn_key)
-    rows = load_rows(files, columns=columns, max_samples=limit, seed=config.data_seed, env_names=list(tools))
+    rows = load_rows(
+        files,
+        columns=columns,
+        max_samples=limit,
+        seed=config.data_seed,
+        env_names=[*tools.schemas, *tools.left_out],
+        left_out=tools.left_out,
+    )
     rows, report = filter_rows(
         rows,
         renderer,
@@ -94,22 +101,10 @@ def _rows(
         overlong=overlong_policy(data.filter_overlong_prompts, data.truncation),
         bad_row=data.bad_row,
         workers=data.filter_overlong_prompts_workers,
-        tools=tools,
+        tools=tools.schemas,
     )
     _LOG.info("%s rows: %s", what, report.summary())
     return rows, report.most_images
-
-
-def checked_environments(config: Config, renderer: HFRenderer) -> Schemas:
-    """Load the environments once, and prove the chat template; return the function schemas that prompts show.
-
-    Raises ConfigError where either cannot be used.
-    """
-    spec = environment_spec(config)
-    if not spec.kinds:
-        return {}
-    renderer.check_turns()
-    return check_environments(spec)
 
 
 def with_image_limit(config: Config, most_images: int) -> Config:
@@ -147,7 +142,8 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
         config = warm_started(config, specs[0])
         model = config.actor_rollout_ref.model
         renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
-        data = load_data(config, renderer, checked_environments(config, renderer))
+        config, tools = checked_environments(config, renderer)
+        data = load_data(config, renderer, tools)
         config = with_image_limit(config, data.most_images)
         if config.scores_by_rule:
             check_rewards(reward_spec(config))

@@ -67,6 +67,7 @@ def load_rows(
     max_samples: int = -1,
     seed: int | None = None,
     env_names: Collection[str] | None = None,
+    left_out: Collection[str] = (),
 ) -> RowDataset:
     """Open files and check what can be checked without reading every row.
 
@@ -76,6 +77,7 @@ def load_rows(
         max_samples: keep this many rows; -1 keeps all.
         seed: draws the kept rows at random; None keeps the first ones.
         env_names: environments that exist; None skips the check.
+        left_out: environments whose rows are not taken.
 
     Raises:
         DataError: a missing or unreadable file, no prompt column, no rows, a file named twice, an unknown environment.
@@ -89,16 +91,32 @@ def load_rows(
     rows = [
         (number, row, row_id)
         for number, (table, name) in enumerate(zip(tables, _names(paths), strict=True))
-        for row, row_id in enumerate(_row_ids(table, name))
+        for row, row_id in _taken(table, _row_ids(table, name), left_out)
     ]
     if not rows:
-        raise DataError(f"{', '.join(map(str, paths))}: no rows")
+        without = f" without env_name {', '.join(sorted(left_out))}" if left_out else ""
+        raise DataError(f"{', '.join(map(str, paths))}: no rows{without}")
     if max_samples == 0 or max_samples < -1:
         raise DataError(f"max_samples={max_samples}: give the number of rows to keep, or -1 for all {len(rows)}")
     if 0 < max_samples < len(rows):
         chosen = range(max_samples) if seed is None else random.Random(seed).sample(range(len(rows)), max_samples)
         rows = [rows[index] for index in chosen]
     return RowDataset(tables, columns, rows)
+
+
+def used_environments(files: str | Path | Sequence[str | Path]) -> set[str]:
+    """Return the environments that rows of these files name. Raises DataError as `load_rows` does for files."""
+    return {name for path in _paths(files) for name in _env_names(open_table(path)) if name is not None}
+
+
+def _taken(table: Table, row_ids: Sequence[str], left_out: Collection[str]) -> list[tuple[int, str]]:
+    if not left_out:
+        return list(enumerate(row_ids))
+    return [
+        (row, row_id)
+        for row, (row_id, name) in enumerate(zip(row_ids, _env_names(table), strict=True))
+        if name not in left_out
+    ]
 
 
 def _paths(files: str | Path | Sequence[str | Path]) -> list[Path]:

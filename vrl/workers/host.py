@@ -56,7 +56,9 @@ class WorkerHost:
         torch.manual_seed(config.trainer.seed)
         model = config.actor_rollout_ref.model
         renderer = load_renderer(config.tokenizer_path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-        device = torch.device(place.device, place.local_rank) if place.device == "cuda" else torch.device("cpu")
+        device = (
+            torch.device(place.device, torch.cuda.current_device()) if place.device == "cuda" else torch.device("cpu")
+        )
         images = renderer.image_cache(_IMAGE_CACHE_BYTES)
         self._context = BuildContext(config=config, device=device, renderer=renderer, images=images)
         self._roles: dict[str, Any] = {}

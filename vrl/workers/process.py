@@ -58,13 +58,13 @@ def start(place: RankPlace) -> None:
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
+        LOCAL_RANK=str(device_index(place.local_rank)),  # the engine takes it for the number of its device
         LOCAL_WORLD_SIZE=str(place.local_world_size),
         MASTER_ADDR=place.master_address,
         MASTER_PORT=str(place.master_port),
     )
     if place.device == "cuda":
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(device_index(place.local_rank))
     else:
         torch.set_num_threads(place.threads)
     backend = "gloo" if place.device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -74,6 +74,12 @@ def start(place: RankPlace) -> None:
         world_size=place.world_size,
         timeout=timedelta(seconds=place.timeout_seconds),
     )
+
+
+def device_index(local_rank: int) -> int:
+    """Return which of the GPUs that this process sees is its own: Ray shows each its one, torchrun shows them all."""
+    visible = torch.cuda.device_count()
+    return local_rank % visible if visible else local_rank
 
 
 def stop() -> None:

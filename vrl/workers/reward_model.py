@@ -14,7 +14,7 @@ from vrl.protocol.columns import INPUT_IDS, MESSAGES, RESPONSE_TEXT, RM_CUT_TOKE
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.protocol.ragged import Ragged
-from vrl.workers.building import BuildContext, blocks_of, learner, sharded
+from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded
 from vrl.workers.learner import Learner
 
 
@@ -43,7 +43,8 @@ class RewardModelWorker:
         sharded(module, blocks_of(module), reward.fsdp_config, context)
         limits = context.limits(config.reward_model_token_budget, reward.micro_batch_size_per_gpu)
         text_only = replace(context, images=None)
-        learn = learner(module, text_only, limits, None, config.sequence_parallel_size("reward_model"))
+        stays = residence(reward.fsdp_config)
+        learn = learner(module, text_only, limits, None, stays, config.sequence_parallel_size("reward_model"))
         renderer = load_renderer(path, trust_remote_code=trust) if reward.model.input_tokenizer is not None else None
         positions = read_reward_config(path, trust_remote_code=trust).positions
         return cls(learn, renderer, reward.max_length or positions)

@@ -7,8 +7,8 @@ from typing import Self, TypeVar, final
 import torch
 import torch.distributed as dist
 
+from vrl.agent.environments.configured import environment_spec
 from vrl.agent.environments.pool import EnvironmentPool, Schemas
-from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
 from vrl.agent.episode import EpisodeLimits
 from vrl.agent.loop import EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
 from vrl.agent.rewards.pool import RewardPool
@@ -17,7 +17,6 @@ from vrl.agent.tool_side import ToolSide
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, Meta
 from vrl.protocol.dispatch import Dispatch, register
-from vrl.protocol.errors import ConfigError
 from vrl.protocol.ports import Engine, PromptSource, Renderer
 from vrl.protocol.rows import batch_of
 from vrl.protocol.trajectory import Sampling, StopReason, Trajectory
@@ -215,17 +214,5 @@ def reward_spec(config: Config) -> RewardSpec:
         function_path=custom.path,
         function_name=custom.name,
         function_kwargs=custom.reward_kwargs or config.reward_model.reward_kwargs,
+        sandbox=config.actor_rollout_ref.rollout.multi_turn.sandbox,
     )
-
-
-def environment_spec(config: Config) -> EnvironmentSpec:
-    """Return what the tool processes load. Raises ConfigError for an entry without a class."""
-    kinds: dict[str, KindSpec] = {}
-    for name, entry in config.actor_rollout_ref.rollout.agent.environments.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("class"), str):
-            raise ConfigError(
-                f"rollout.agent.environments.{name}={entry}: give a mapping with class: module:factory, and settings"
-            )
-        settings = {key: value for key, value in entry.items() if key != "class"}
-        kinds[name] = KindSpec(factory=entry["class"], kwargs=settings)
-    return EnvironmentSpec(kinds=kinds)

@@ -258,7 +258,6 @@ def test_thresholds_are_numbers_or_two_numbers_as_text():
 
 WARNINGS = [
     ({"trainer.balance_batch": False}, ["trainer.balance_batch=False has no effect"]),
-    ({f"{R}.multi_turn.max_parallel_calls": 9}, ["multi_turn.max_parallel_calls=9 has no effect"]),
     ({f"{R}.agent.environments": {"zoom": {"class": "a:B"}}}, ["agent.environments", "max_turns=1", "max_turns=4"]),
     ({f"{R}.n": 1}, ["adv_estimator=grpo", "rollout.n=1", "n=8"]),
     ({"algorithm.adv_estimator": "grpo_turn", f"{R}.n": 1}, ["adv_estimator=grpo_turn", "rollout.n=1"]),
@@ -313,7 +312,6 @@ def test_what_is_odd_but_possible_is_a_warning(changes: dict[str, Any], parts: l
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "tools.yaml"),
         ("data.custom_cls.path", "rows.py"),
     ],
 )

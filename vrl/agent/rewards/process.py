@@ -8,11 +8,14 @@ user's file does); user code sees an empty standard input and prints to standard
 import json
 import pickle
 from dataclasses import asdict
+from functools import partial
 
 from vrl.agent.child_process import serve_parent
+from vrl.agent.rewards.code_runner import provide_code_runner
 from vrl.agent.rewards.scoring import make_scorer
 from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
 from vrl.agent.rewards.wire import frame, read_frame
+from vrl.agent.sandbox.runner import make_runner
 from vrl.protocol.errors import ConfigError
 
 _MAX_ANSWER_BYTES = 1 << 20
@@ -25,6 +28,7 @@ def main() -> None:
     if spec_payload is None:
         return
     spec: RewardSpec = pickle.loads(spec_payload)
+    provide_code_runner(partial(make_runner, spec.sandbox))
     try:
         scorer = make_scorer(spec)
     except ConfigError as error:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vrl.protocol.config.sandbox import SandboxConfig
+
 # verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info, **function_kwargs).
 # It returns the score, or a dict with the score under `score` beside extra values for the log.
 RewardFunction = Callable[..., Any]
@@ -16,12 +18,14 @@ class RewardSpec:
     With `function_path` a user's function scores every row (`custom_reward_function.path`, `.name`, `.reward_kwargs`);
     without it the rule of the row's data source does. `data_sources` are those the run will see: their rules are found
     at start, so that an unknown one is reported before training. `function_kwargs` go to whichever function scores.
+    `sandbox` says where rules run a model's code.
     """
 
     data_sources: tuple[str, ...] = ()
     function_path: str | None = None
     function_name: str = "compute_score"
     function_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,6 @@ GROUP_ESTIMATORS = (
 WITHOUT_EFFECT = (
     f"{_MODEL}.external_lib",
     f"{_ACTOR}.checkpoint.load_contents",
-    *(
-        f"{_ROLLOUT}.multi_turn.{name}"
-        for name in ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
-    ),
     "critic.model.external_lib",
     "critic.checkpoint.load_contents",
     "trainer.balance_batch",
@@ -212,8 +208,6 @@ def _not_supported(config: Config) -> Messages:
     """Settings of verl whose names are taken but that this version does not carry out."""
     if config.data.custom_cls.path is not None:
         yield "data.custom_cls.path is not supported in this version: set it to null, convert the rows to verl's format"
-    if config.actor_rollout_ref.rollout.multi_turn.tool_config_path is not None:
-        yield f"{_ROLLOUT}.multi_turn.tool_config_path is not supported in this version: set it to null"
 
 
 ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (

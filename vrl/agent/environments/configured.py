@@ -1,0 +1,123 @@
+"""The environments of a run, as its settings name them: what tool processes load, and which rows may use them."""
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, final
+
+from vrl.agent.environments.registry import BUILT_IN, PLAIN, Environments, EnvironmentSettings, settings_of
+from vrl.agent.environments.types import Environment, EnvironmentKind
+from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.agent.sandbox.runner import make_runner
+from vrl.agent.sandbox.types import CodeRunner, CodeSession
+from vrl.agent.tools.configured import read_tool_file
+from vrl.protocol.config.sandbox import SandboxConfig
+from vrl.protocol.config.schema import Config
+from vrl.protocol.trajectory import Prompt
+
+_FACTORY: Final = f"{__name__}:make_kind"
+
+
+def environment_spec(config: Config) -> EnvironmentSpec:
+    """Return what the tool processes of a run load: the entries of `rollout.agent.environments`."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.agent.environments:
+        return EnvironmentSpec()
+    shared = {"settings": settings_of(config), "sandbox": rollout.multi_turn.sandbox}
+    return EnvironmentSpec(
+        kinds={name: KindSpec(factory=_FACTORY, kwargs={"name": name, **shared}) for name in rollout.agent.environments}
+    )
+
+
+def with_built_in(config: Config, used: Collection[str]) -> Config:
+    """Return the settings with an entry for each built-in environment that rows use without one."""
+    rollout = config.actor_rollout_ref.rollout
+    missing = [name for name in sorted(used) if name in BUILT_IN and name not in rollout.agent.environments]
+    if not missing:
+        return config
+    entries = {**rollout.agent.environments, **{name: {"class": name} for name in missing}}
+    rollout = replace(rollout, agent=replace(rollout.agent, environments=entries))
+    return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, rollout=rollout))
+
+
+def running_code(config: Config) -> set[str]:
+    """Return the names of the configured environments that run a model's code in the sandbox."""
+    settings = settings_of(config)
+    return {name for name, entry in settings.environments.items() if _runs_code(entry, settings)}
+
+
+def _runs_code(entry: Any, settings: EnvironmentSettings) -> bool:
+    kind = entry.get("class") if isinstance(entry, Mapping) else entry
+    if kind != "tools":
+        return kind == "code_interpreter"
+    given = (entry.get("config") or {}) if isinstance(entry, Mapping) else {}
+    tools: Sequence[Any] = given.get("tools") or ()
+    file = given.get("tool_config_path", settings.tool_config_path)
+    if not tools and file is not None:
+        tools = read_tool_file(file)
+    return any((tool.get("class_name") if isinstance(tool, Mapping) else tool) == "python" for tool in tools)
+
+
+def make_kind(name: str, settings: EnvironmentSettings, sandbox: SandboxConfig) -> EnvironmentKind:
+    """Return a kind for a tool process; all kinds of a process share its environments and its sandbox."""
+    key = repr((settings, sandbox))
+    if key not in _SHARED:
+        _SHARED[key] = _Shared(settings, sandbox)
+    shared = _SHARED[key]
+    return _Closing(shared.environments.kind(None if name == PLAIN else name), shared)
+
+
+@final
+class _Shared:
+    """What the kinds of a process have in common."""
+
+    def __init__(self, settings: EnvironmentSettings, sandbox: SandboxConfig) -> None:
+        self.runner = LazyRunner(sandbox)
+        self.environments = Environments(settings, self.runner)
+
+
+_SHARED: dict[str, _Shared] = {}  # by the settings they are made of; one in a tool process
+
+
+@final
+class LazyRunner:
+    """A code runner that starts with its first session: processes whose rows run no code have no sandbox."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._runner: CodeRunner | None = None
+
+    def session(self, images: Sequence[bytes] = ()) -> CodeSession:
+        """Return a new interpreter; see `CodeRunner`."""
+        with self._lock:
+            if self._runner is None:
+                self._runner = make_runner(self._config)
+        return self._runner.session(images)
+
+    def close(self) -> None:
+        """End all sessions and the warm processes; a later session starts anew."""
+        with self._lock:
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+
+@final
+class _Closing:
+    """A kind whose end is the end of the process's sandbox, too: kinds are closed together."""
+
+    def __init__(self, kind: EnvironmentKind, shared: _Shared) -> None:
+        self._kind = kind
+        self._shared = shared
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self._kind.schemas
+
+    def start(self, prompt: Prompt) -> Environment:
+        return self._kind.start(prompt)
+
+    def close(self) -> None:
+        self._kind.close()
+        self._shared.runner.close()

@@ -1,0 +1,62 @@
+"""The environments of a run, looked at before anything expensive starts: what rows use, whether it loads and works."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from vrl.agent.environments.configured import environment_spec, running_code, with_built_in
+from vrl.agent.environments.pool import Schemas, check_environments
+from vrl.agent.sandbox.runner import probe
+from vrl.data.dataset import used_environments
+from vrl.models.renderer import HFRenderer
+from vrl.protocol.config.schema import Config
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """Which environments rows may use: their function schemas, and those whose rows are left out here."""
+
+    schemas: Schemas = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+
+
+def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, Tools]:
+    """Return the settings with all environments that rows use, and what prompts show of them.
+
+    Each is loaded once, and the chat template is proved to go on turn by turn. Where the code sandbox does not work,
+    rows that need it are left out, with a warning.
+
+    Raises ConfigError where an environment or the template cannot be used.
+    """
+    files = [*config.data.train_files, *config.data.val_files]
+    used = used_environments(files) if files else set[str]()
+    config = with_built_in(config, used)
+    left_out = _without_sandbox(config, used)
+    if left_out:
+        config = _without(config, left_out)
+    spec = environment_spec(config)
+    if not spec.kinds:
+        return config, Tools(left_out=left_out)
+    renderer.check_turns()
+    return config, Tools(schemas=check_environments(spec), left_out=left_out)
+
+
+def _without_sandbox(config: Config, used: Collection[str]) -> frozenset[str]:
+    """Return the environments in use whose code cannot run here."""
+    need = running_code(config).intersection(used)
+    reason = probe(config.actor_rollout_ref.rollout.multi_turn.sandbox) if need else None
+    if reason is None:
+        return frozenset()
+    _LOG.warning("rows with env_name %s are left out, their code cannot run: %s", ", ".join(sorted(need)), reason)
+    return frozenset(need)
+
+
+def _without(config: Config, names: Collection[str]) -> Config:
+    rollout = config.actor_rollout_ref.rollout
+    kept = {name: entry for name, entry in rollout.agent.environments.items() if name not in names}
+    rollout = replace(rollout, agent=replace(rollout.agent, environments=kept))
+    return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, rollout=rollout))
