@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the sides are modules of this folder
 
-from benchmarks.peer_sides.rounds import Samples, Side, Spread, interleaved  # noqa: E402
+from benchmarks.peer_sides.rounds import KEEP_MEMORY, Samples, Side, Spread, interleaved  # noqa: E402
 from benchmarks.peer_sides.step_sizes import CAP, ROWS  # noqa: E402
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vrl-peers"
@@ -70,12 +70,12 @@ def peer_python(name: str) -> str:
 
 
 @contextmanager
-def opened(commands: Mapping[str, Sequence[str]], logs: Path) -> Iterator[list[Side]]:
+def opened(commands: Mapping[str, Sequence[str]], logs: Path, keep_memory: bool = False) -> Iterator[list[Side]]:
     """Yield the running sides; their messages go to files in `logs`."""
     with ExitStack() as stack:
         sides: list[Side] = []
         for name, command in commands.items():
-            sides.append(Side(name, command, logs / f"{name}.log"))
+            sides.append(Side(name, command, logs / f"{name}.log", KEEP_MEMORY if keep_memory else {}))
             stack.callback(sides[-1].close)
         yield sides
 
@@ -234,7 +234,7 @@ def measured(part: str, rounds: int, folder: Path) -> Iterator[str]:
     if part == "step":
         yield from step(rounds, folder)
         return
-    with opened(part_commands(part, SIZES, folder), folder) as sides:
+    with opened(part_commands(part, SIZES, folder), folder, keep_memory=part != "ray") as sides:
         yield from PARTS[part](sides, rounds, folder)
 
 

@@ -26,11 +26,10 @@ ENVIRONMENT = THREADS | {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore",
-    # glibc gives large blocks back at once or keeps them, by what was freed before; then a copy costs its page faults,
-    # up to four times the copy itself, or not. Here it keeps them, on both sides.
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
+# glibc gives large blocks back at once or keeps them, by what was freed before; then a copy costs its page faults, up
+# to four times the copy itself, or not. For single operations it is told to keep them, on both sides.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 @final

@@ -47,7 +47,7 @@ def main() -> None:
     cases = {
         "ray.put": Case(lambda _: ray.put(whole)),
         "ray.get": Case(lambda _: ray.get(stored)),
-        "worker-group call, 2 ranks": Case(lambda _: group.call("shifted", whole), most_calls=3),
+        "worker-group call, 2 ranks": Case(lambda _: group.call("shifted", whole), most_calls=10, seconds=10.0),
     }
     facts = {"versions": versions(["torch", "numpy", "ray"]), "mib": whole.nbytes() / 2**20}
     serve(cases, facts, channel)

@@ -97,6 +97,7 @@ def test_any_number_of_rows_goes_out_and_comes_back_in_order(lengths: list[int],
 
 def test_one_row_on_four_ranks() -> None:
     assert sorted(row_shares([7], 4)) == [[], [], [], [0]]
+    assert row_shares([7] * 5, 2) == [[0, 1, 2], [3, 4]]  # equal rows: neighbours, which are views
 
 
 def test_shares_are_balanced_by_tokens() -> None:

@@ -7,6 +7,7 @@ the columns before it ships, and calls the functions here. Pure: no Ray, no proc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,6 +72,10 @@ def check_columns(spec: MethodSpec, batch: DataProto) -> None:
 
 def row_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Return each data-parallel rank's rows: equal counts (within one), balanced by tokens."""
+    if len(set(lengths)) == 1:  # neighbours are as even as any, and views of the batch instead of copies
+        base, extra = divmod(len(lengths), ranks)
+        starts = [rank * base + min(rank, extra) for rank in range(ranks + 1)]
+        return [list(range(start, stop)) for start, stop in pairwise(starts)]
     return partition(lengths, ranks, equal_counts=True)
 
 
