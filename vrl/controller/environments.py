@@ -32,7 +32,8 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
 
     Raises ConfigError where an environment or the template cannot be used.
     """
-    files = [*config.data.train_files, *config.data.val_files]
+    taught = config.warm_start.files if config.warm_start.enable else ()
+    files = list(dict.fromkeys([*config.data.train_files, *config.data.val_files, *taught]))
     used = used_environments(files) if files else set[str]()
     config = with_built_in(config, used)
     left_out = _without_sandbox(config, used)

@@ -7,6 +7,7 @@ from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import known_policy_losses
 from vrl.controller.corrections import correction_params
+from vrl.controller.environments import checked_environments
 from vrl.controller.pools import pool_specs
 from vrl.controller.prepare import prepare
 from vrl.controller.run import assembled
@@ -45,7 +46,10 @@ def fine_tune(config: Config, gpus: bool) -> str:
     start_ray(config, gpus)
     try:
         spec = pool_specs(config, gpus)[0]
-        return warm_started(config, spec, through_adapter=True).actor_rollout_ref.model.path
+        model = config.actor_rollout_ref.model
+        renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
+        config, tools = checked_environments(config, renderer)
+        return warm_started(config, spec, tools.left_out, through_adapter=True).actor_rollout_ref.model.path
     finally:
         ray.shutdown()
 

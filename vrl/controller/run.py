@@ -139,7 +139,6 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
     try:
         specs = pool_specs(config, gpus)
         check_cluster(specs)
-        config = warm_started(config, specs[0])
         model = config.actor_rollout_ref.model
         renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
         config, tools = checked_environments(config, renderer)
@@ -149,6 +148,7 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
             check_rewards(reward_spec(config))
         if config.reward_model.enable:
             check_text_only(config, data.most_images)
+        config = warm_started(config, specs[0], tools.left_out)
         processes = Pools(specs, config)
         try:
             yield Started(config, data, processes)

@@ -22,45 +22,48 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-import torch
-
 import vrl
+from vrl.controller.lessons import Lessons
 from vrl.controller.pools import Pools
 from vrl.controller.progress import stage
 from vrl.controller.resource_pool import PoolSpec
 from vrl.controller.roles import Actor
 from vrl.data.dataset import RowDataset, load_rows
 from vrl.data.loader import PromptLoader
-from vrl.models.renderer import HFRenderer, load_renderer
-from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, MINI_BATCH, OLD_LOG_PROBS, POSITION_IDS
+from vrl.models.renderer import load_renderer
+from vrl.protocol.columns import OLD_LOG_PROBS
 from vrl.protocol.config.model import OptimConfig
 from vrl.protocol.config.schema import Config
-from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.errors import DataError
-from vrl.protocol.ragged import Ragged
-from vrl.protocol.trajectory import Prompt, content_key
+from vrl.protocol.trajectory import Prompt
 from vrl.workers.host import RunLength
 
 _LOG = logging.getLogger(__name__)
 # A change in any of these may change what a warm start gives.
-_SOURCES = ("algorithms", "data", "models", "protocol", "workers", "controller/warm_start.py")
+_SOURCES = (
+    *("agent", "algorithms", "data", "models", "protocol", "workers"),
+    *(f"controller/{name}.py" for name in ("lessons", "playback", "warm_start")),
+)
 _PACKAGES = ("torch", "transformers")
 _PROBE_ROWS = 64  # of each data source, to see how probable its answers are
 
 
-def warm_started(config: Config, pool: PoolSpec, *, through_adapter: bool = False) -> Config:
+def warm_started(
+    config: Config, pool: PoolSpec, left_out: frozenset[str] = frozenset(), *, through_adapter: bool = False
+) -> Config:
     """Return the settings with the model replaced by its warm-started copy, made now if the cache lacks it.
 
-    With `through_adapter` the settings of LoRA hold; else all weights learn.
+    Rows of the environments in `left_out` are not learned. With `through_adapter` the settings of LoRA hold; else all
+    weights learn.
     """
     if not config.warm_start.enable:
         return config
     trained = config if through_adapter else _all_weights(config)
-    folder = Path(config.warm_start.cache_dir) / content_hash(trained, pool.world_size)
+    folder = Path(config.warm_start.cache_dir) / content_hash(trained, pool.world_size, left_out)
     if folder.is_dir():
         _LOG.info("warm start: found in the cache, %s", folder)
     else:
-        _make(trained, pool, folder)
+        _make(trained, pool, folder, left_out)
     model = replace(config.actor_rollout_ref.model, path=str(folder), tokenizer_path=None)
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
 
@@ -71,8 +74,9 @@ def _all_weights(config: Config) -> Config:
     return replace(config, actor_rollout_ref=replace(policy, model=model))
 
 
-def content_hash(config: Config, world_size: int) -> str:
+def content_hash(config: Config, world_size: int, left_out: frozenset[str] = frozenset()) -> str:
     """Return the name of a warm start: a hash of model, data, settings, seed, code and versions."""
+    rollout = config.actor_rollout_ref.rollout
     model = config.actor_rollout_ref.model
     digest = hashlib.sha256()
     settings = replace(config.warm_start, cache_dir="")
@@ -82,6 +86,8 @@ def content_hash(config: Config, world_size: int) -> str:
     if model.uses_lora:
         shape = (model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
         digest.update(repr(shape).encode())
+    if rollout.agent.environments or left_out:
+        digest.update(repr((rollout.agent, rollout.multi_turn, sorted(left_out))).encode())
     package = Path(vrl.__file__).parent
     paths = [Path(name) for name in config.warm_start.files]
     paths += sorted(path for path in Path(model.path).glob("*") if path.is_file())
@@ -95,17 +101,19 @@ def content_hash(config: Config, world_size: int) -> str:
     return digest.hexdigest()[:16]
 
 
-def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
+def _make(config: Config, spec: PoolSpec, folder: Path, left_out: frozenset[str]) -> None:
     settings = config.warm_start
     model = config.actor_rollout_ref.model
     optim = OptimConfig(lr=settings.lr, lr_warmup_steps=settings.lr_warmup_steps, weight_decay=0.0)
     policy = config.actor_rollout_ref
     trained = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
     renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
+    rows = load_rows(settings.files, left_out=left_out)
+    lessons = Lessons(rows, config, renderer)
     processes = Pools([spec], trained)
     try:
         actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1), trained)["actor"])
-        steps, loss = _learn(config, actor, renderer)
+        steps, loss = _learn(config, actor, rows, lessons)
         part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         actor.export(part)
     finally:
@@ -117,18 +125,17 @@ def _make(config: Config, spec: PoolSpec, folder: Path) -> None:
     _LOG.info("warm start: %d steps, last loss %.3f, saved to %s", steps, loss, folder)
 
 
-def _learn(config: Config, actor: Actor, renderer: HFRenderer) -> tuple[int, float]:
+def _learn(config: Config, actor: Actor, rows: RowDataset, lessons: Lessons) -> tuple[int, float]:
     """Take the steps; return how many there were and the last one's loss."""
     settings = config.warm_start
-    rows = load_rows(settings.files)
     loader = PromptLoader(rows, settings.batch_size, seed=config.trainer.seed)
     probe = None
     if settings.stop_probability is not None:
-        probe = _Probe(rows, renderer, settings.messages_key, settings.stop_probability)
+        probe = _Probe(rows, lessons, settings.stop_probability)
     taken, loss = 0, math.nan
     with stage("warm start", settings.steps) as progress:
-        for prompts in _lessons(loader, actor, probe, settings.steps):
-            loss = actor.update_supervised(supervised_batch(prompts, renderer, settings.messages_key))["train/loss"]
+        for prompts in _what_is_behind(loader, actor, probe, settings.steps):
+            loss = actor.update_supervised(lessons.batch(prompts))["train/loss"]
             taken += 1
             progress.advance(1, f"loss {loss:.3f} {probe.note if probe is not None else ''}")
     if probe is not None:
@@ -142,7 +149,7 @@ def _learn(config: Config, actor: Actor, renderer: HFRenderer) -> tuple[int, flo
     return taken, loss
 
 
-def _lessons(loader: PromptLoader, actor: Actor, probe: "_Probe | None", limit: int) -> Iterator[list[Prompt]]:
+def _what_is_behind(loader: PromptLoader, actor: Actor, probe: "_Probe | None", limit: int) -> Iterator[list[Prompt]]:
     """Yield what to learn in each step, from the data sources that are behind."""
     for _ in range(limit):
         prompts = loader.next_batch()
@@ -159,7 +166,7 @@ def _lessons(loader: PromptLoader, actor: Actor, probe: "_Probe | None", limit: 
 class _Probe:
     """Some rows of each data source, the first of the files, and which sources' answers are not probable enough."""
 
-    def __init__(self, rows: RowDataset, renderer: HFRenderer, messages_key: str, wanted: float) -> None:
+    def __init__(self, rows: RowDataset, lessons: Lessons, wanted: float) -> None:
         chosen: list[Prompt] = []
         count: Counter[str] = Counter()
         for index in range(len(rows)):
@@ -168,7 +175,7 @@ class _Probe:
             if count[prompt.data_source] <= _PROBE_ROWS:
                 chosen.append(prompt)
         self._sources = [prompt.data_source for prompt in chosen]
-        self._batch = supervised_batch(chosen, renderer, messages_key)
+        self._batch = lessons.batch(chosen)
         self._wanted = wanted
         self.lagging = set(self._sources)
         self.note = ""  # for people
@@ -182,37 +189,3 @@ class _Probe:
         means = {source: sum(values) / len(values) for source, values in sorted(found.items())}
         self.lagging = {source for source, mean in means.items() if mean < self._wanted}
         self.note = ", ".join(f"{source} {mean:.2f}" for source, mean in means.items())
-
-
-def supervised_batch(prompts: list[Prompt], renderer: HFRenderer, messages_key: str) -> DataProto:
-    """Return rows of prompt and answer, with `loss_mask` on the answer and its end token; one mini-batch."""
-    ids, masks, positions = [], [], []
-    for prompt in prompts:
-        before = renderer.expand(renderer.render(prompt.messages), prompt.images)
-        answer = renderer.answer_ids(_response(prompt, messages_key))
-        ids.append([*before, *answer])
-        masks.append([0] * len(before) + [1] * len(answer))
-        positions.append(renderer.positions(ids[-1], prompt.images))
-    columns: dict[str, torch.Tensor | Ragged] = {
-        INPUT_IDS: Ragged.from_rows(ids, torch.int64),
-        LOSS_MASK: Ragged.from_rows(masks, torch.bool),
-        MINI_BATCH: torch.zeros(len(prompts), 1, dtype=torch.int64),
-    }
-    if all(position is not None for position in positions):
-        flat = torch.cat([torch.as_tensor(position, dtype=torch.int64) for position in positions])
-        columns[POSITION_IDS] = Ragged(flat, columns[INPUT_IDS].offsets)  # type: ignore[union-attr]
-    keys = object_column(tuple(content_key(image) for image in prompt.images) for prompt in prompts)
-    blobs = {content_key(image): image for prompt in prompts for image in prompt.images}
-    return DataProto(columns, {IMAGE_KEYS: keys}, blobs)
-
-
-def _response(prompt: Prompt, key: str) -> str:
-    value = prompt.extra_info.get(key)
-    if isinstance(value, list) and value and isinstance(value[-1], dict):  # a conversation: its last message
-        value = value[-1].get("content")
-    if not isinstance(value, str) or not value:
-        raise DataError(
-            f"row {prompt.row_id}: no answer to learn in column {key!r}; set warm_start.messages_key to the "
-            "column with it"
-        )
-    return value

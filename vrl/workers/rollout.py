@@ -130,7 +130,7 @@ class RolloutWorker:
             source = LockStepSource(source if self._place.is_leader else None, self._place.share)
         sink = TrajectoryList()
         loop = EpisodeLoop(
-            self._engine, self._renderer, self._beside.scorer, self._limits(), sampling, self._tool_side()
+            self._engine, self._renderer, self._beside.scorer, episode_limits(self._config), sampling, self._tool_side()
         )
         seconds = loop.run(source, sink, step, self.policy_version)
         if not self._place.is_leader:
@@ -172,20 +172,6 @@ class RolloutWorker:
             in_order=self._config.trainer.deterministic,
         )
 
-    def _limits(self) -> EpisodeLimits:
-        rollout = self._config.actor_rollout_ref.rollout
-        return EpisodeLimits(
-            max_response_tokens=self._config.data.max_response_length,
-            max_model_len=self._config.max_model_len,
-            max_running=rollout.max_num_seqs,
-            max_turns=rollout.agent.max_turns,
-            max_seconds=rollout.agent.episode_timeout,
-            max_retries=rollout.agent.max_retries,
-            max_images=rollout.agent.max_images,
-            max_row_images=rollout.limit_images or 1,
-            max_image_pixels=rollout.agent.max_image_pixels,
-        )
-
     def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:
         positions = [self._renderer.positions(t.input_ids, t.images) for t in trajectories if not _is_empty(t)]
         if not any(position is not None for position in positions):
@@ -201,6 +187,22 @@ class RolloutWorker:
 def _is_empty(trajectory: Trajectory) -> bool:
     """Whether an episode failed before it had a token of its own."""
     return trajectory.stop_reason is StopReason.FAILED and len(trajectory.input_ids) == 1
+
+
+def episode_limits(config: Config) -> EpisodeLimits:
+    """Return what the settings allow an episode."""
+    rollout = config.actor_rollout_ref.rollout
+    return EpisodeLimits(
+        max_response_tokens=config.data.max_response_length,
+        max_model_len=config.max_model_len,
+        max_running=rollout.max_num_seqs,
+        max_turns=rollout.agent.max_turns,
+        max_seconds=rollout.agent.episode_timeout,
+        max_retries=rollout.agent.max_retries,
+        max_images=rollout.agent.max_images,
+        max_row_images=rollout.limit_images or 1,
+        max_image_pixels=rollout.agent.max_image_pixels,
+    )
 
 
 def _reward_pool(config: Config) -> RewardPool:

@@ -72,9 +72,15 @@ class _Built:
         for name in ("max_parallel_calls", "max_tool_response_length"):
             if type(config[name]) is not int or config[name] < 1:
                 raise ConfigError(f"{self.key}.config.{name}={config[name]!r}: a whole number of at least 1 is wanted")
-        for name, allowed in (("tool_response_truncate_side", ("left", "right", "middle")), ("role", ("tool", "user"))):
+        for name, allowed in (
+            ("tool_response_truncate_side", ("left", "right", "middle")),
+            ("role", ("tool", "user")),
+            ("show_schemas", (True, False)),
+        ):
             if config[name] not in allowed:
-                raise ConfigError(f"{self.key}.config.{name}={config[name]!r}: use one of {', '.join(allowed)}")
+                raise ConfigError(
+                    f"{self.key}.config.{name}={config[name]!r}: use one of {', '.join(map(str, allowed))}"
+                )
         limits = self.settings.limits
         text = replace(
             limits.text,
@@ -91,6 +97,7 @@ class _Built:
             "max_tool_response_length": limits.text.max_characters,
             "tool_response_truncate_side": limits.text.side,
             "role": "tool",
+            "show_schemas": True,
         }
 
 
@@ -107,7 +114,9 @@ def _tools(built: _Built) -> EnvironmentKind:
         entries, key = read_tool_file(config["tool_config_path"]), f"{config['tool_config_path']}: tools"
     else:
         raise ConfigError(f"{built.key}: the environment tools needs {_FILE_KEY}, or config.tools in its entry")
-    return ToolKind(build_tools(entries, built.resources, key), built.limits(config), config["role"])
+    return ToolKind(
+        build_tools(entries, built.resources, key), built.limits(config), config["role"], config["show_schemas"]
+    )
 
 
 def _image_tools(built: _Built) -> EnvironmentKind:
@@ -121,14 +130,18 @@ def _image_tools(built: _Built) -> EnvironmentKind:
     config = built.take(**pixels, **built.turn_defaults())
     image_config = {name: config[name] for name in pixels}
     entries = [{"class_name": name, "config": image_config} for name in ("image_zoom_in_tool", "image_rotate_tool")]
-    return ToolKind(build_tools(entries, built.resources, built.key), built.limits(config), config["role"])
+    return ToolKind(
+        build_tools(entries, built.resources, built.key), built.limits(config), config["role"], config["show_schemas"]
+    )
 
 
 def _code_interpreter(built: _Built) -> EnvironmentKind:
     config = built.take(format="python", **built.turn_defaults())
     limits = built.limits(config)
     if config["format"] == "hermes":
-        return ToolKind(build_tools(["python"], built.resources, built.key), limits, config["role"])
+        return ToolKind(
+            build_tools(["python"], built.resources, built.key), limits, config["role"], config["show_schemas"]
+        )
     if config["format"] not in CODE_PARSERS:
         known = ", ".join([*CODE_PARSERS, "hermes"])
         raise ConfigError(f"{built.key}.config.format={config['format']!r}: use one of {known}")

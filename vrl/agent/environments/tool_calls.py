@@ -32,17 +32,23 @@ class TurnLimits:
 class ToolKind:
     """Episodes with a set of tools. A turn that calls none, or that answers in `<answer>`, ends the episode."""
 
-    def __init__(self, tools: Sequence[Tool], limits: TurnLimits, role: str = "tool") -> None:
-        """Take tools with different names. `role` is that of the messages that carry their answers."""
+    def __init__(
+        self, tools: Sequence[Tool], limits: TurnLimits, role: str = "tool", show_schemas: bool = True
+    ) -> None:
+        """Take tools with different names. `role` is that of the messages that carry their answers.
+
+        Without `show_schemas` the template shows the model no tools: the data's own prompts tell of them.
+        """
         self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.checkers = {name: ArgumentChecker(tool.schema) for name, tool in self.tools.items()}
         self.limits = limits
         self.role = role
+        self._show_schemas = show_schemas
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """Schemas of the tools, for the chat template."""
-        return [tool.schema for tool in self.tools.values()]
+        return [tool.schema for tool in self.tools.values()] if self._show_schemas else []
 
     def start(self, prompt: Prompt) -> "ToolEnvironment":
         """Return the environment of one episode."""

@@ -10,7 +10,7 @@ from vrl.protocol.errors import ConfigError
 
 # Who registers what. Rule modules are imported on first use: `math` needs sympy, which costs 1.5 s and 50 MB a process.
 BUILT_IN_MODULES = {
-    "vrl.agent.rewards.tiny": ("tiny/visual", "tiny/arithmetic"),
+    "vrl.agent.rewards.tiny": ("tiny/visual", "tiny/arithmetic", "tiny/code", "tiny/zoom"),
     "vrl.agent.rewards.arithmetic": ("reasoning_gym/*",),
     "vrl.agent.rewards.gsm8k": ("openai/gsm8k",),
     "vrl.agent.rewards.math": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),

@@ -7,7 +7,7 @@ from vrl.agent.rewards.registry import register_reward
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
-@register_reward("tiny/visual", "tiny/arithmetic")
+@register_reward("tiny/visual", "tiny/arithmetic", "tiny/code", "tiny/zoom")
 def compute_score(*, solution_str: str, ground_truth: Any, **_: Any) -> float:
     """Return 1 when the text, or the inside of its last `<answer>` tag, equals the ground truth; outer space is cut."""
     before, closed, _after = solution_str.rpartition(_CLOSE)
