@@ -227,7 +227,7 @@ class RunCuts:
             bounds = as_array(value.offsets)
             self._tokens = bounds[list(self._starts)].tolist()
             self._offsets = [
-                torch.from_numpy(bounds[a : b + 1] - token)
+                torch.as_tensor(bounds[a : b + 1] - token)
                 for (a, b), token in zip(itertools.pairwise(self._starts), self._tokens, strict=False)
             ]
         return list(map(Ragged.trusted, _pieces(value.values, self._tokens), self._offsets))
@@ -285,7 +285,7 @@ class RowRun(Mapping[str, Tensor | Ragged]):
         if self._tokens is None:
             bounds = value.offsets.numpy()
             start, stop = bounds.item(self._start), bounds.item(self._stop)
-            self._tokens = (start, stop, torch.from_numpy(bounds[self._start : self._stop + 1] - start))
+            self._tokens = (start, stop, torch.as_tensor(bounds[self._start : self._stop + 1] - start))
         start, stop, offsets = self._tokens
         return Ragged.trusted(value.values[start:stop], offsets)
 
