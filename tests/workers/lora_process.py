@@ -39,7 +39,7 @@ def lora_context(folder: Path, world: int, rank: int = RANK_OF_ADAPTERS) -> Buil
     lora = {"lora_rank": rank, "lora_alpha": 8, "target_modules": ".*(layers|visual).*"}
     model = lora | {"enable_gradient_checkpointing": True}
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "optim": {"lr": 1e-2}}
-    critic = {"model": model, "optim": {"lr": 1e-2}}
+    critic = {"model": model, "optim": {"lr": 1e-3}}
     changes = {"actor_rollout_ref": {"model": model, "actor": actor}, "critic": critic}
     return context_of(fill(config_of(folder, world), changes))
 
