@@ -97,7 +97,7 @@ run_tier() {
         types) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" ;;
         unit)
             printf -v unmarked ' or %s' "${marks[@]}"
-            run_pytest unit -m "not (${unmarked# or })" --ignore=tests/test_structure.py \
+            run_pytest unit -m "not (${unmarked# or })" --ignore=tests/test_structure.py --numprocesses 2 --dist loadfile \
                 --jaxtyping-packages=vrl.algorithms,vrl.models,beartype.beartype tests "$@"
             ;;
         *) run_marked "$name" "$@" ;;

@@ -48,6 +48,8 @@ KNOWN: Final = {
     ".venv/bin/python benchmarks/curves.py OUT.png RUN/metrics.jsonl",
     ".venv/bin/python benchmarks/run_shares.py RUN/metrics.jsonl",
     ".venv/bin/python benchmarks/generation.py",
+    ".venv/bin/python benchmarks/training.py",
+    ".venv/bin/python benchmarks/sandbox.py",
     ".venv/bin/python benchmarks/peers.py",  # its own side in tests/test_peers.py; the peers take 10 GB and minutes
     "VRL_WRITE_TABLES=1 .venv/bin/python -m pytest tests/workers/test_learner.py",  # a test of the tier dist
 }
@@ -79,6 +81,14 @@ def test_converting_data(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train.parquet").is_file()
 
 
+@pytest.mark.dist
+def test_the_benchmark_of_training(tmp_path: Path) -> None:
+    printed = run(f"{sys.executable} {ROOT}/benchmarks/training.py 2 packed sequence advantages", tmp_path)
+    ratios = re.findall(r"(?:throughput|=|ours =) *:? *(\d+\.\d+)", printed)
+    assert len(ratios) == 6
+    assert "sequence parallel 2 / 1" in printed
+
+
 @pytest.mark.ray
 def test_training_measuring_and_drawing(tmp_path: Path) -> None:
     printed = run(
@@ -93,6 +103,13 @@ def test_training_measuring_and_drawing(tmp_path: Path) -> None:
     assert "engine + learner" in shares
     ratio = run(f"{sys.executable} {ROOT}/benchmarks/generation.py 2", tmp_path)  # with the model and data made above
     assert "rollout / bare engine" in ratio
+
+    for name in ("rloo", "gae"):  # two more names through the same command, from the same warm start
+        settings = f"trainer.default_local_dir=RUN_{name} trainer.total_training_steps=1 algorithm.adv_estimator={name}"
+        quiet = "trainer.test_freq=-1 trainer.val_before_train=False trainer.save_freq=-1"
+        run(f"bash {ROOT}/train_ppo.sh {' '.join(SHORT)} {settings} {quiet}", tmp_path)
+        (line,) = (tmp_path / f"RUN_{name}" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["actor/grad_norm"] > 0
 
 
 def run(command: str, folder: Path) -> str:

@@ -34,6 +34,8 @@ class Way:
     checkpointing: bool = False
     offload: bool = False
     padded: bool = False
+    adapter: str = ""  # LoRA "beside" the weights, or "merged" into them
+    compared_with: str = "packed, one rank, one micro-batch"
 
 
 WHOLE = Way(name="packed, one rank, one micro-batch")
@@ -55,6 +57,13 @@ WAYS = (
     Way(name="sequence parallel 2, micro-batches of 1 row", world=2, rows=1, shared_by=2),
     Way(name="sequence parallel 2, micro-batches of 70 tokens", world=2, max_tokens=35, shared_by=2),
     Way(name="sequence parallel 2, gradient checkpointing", world=2, shared_by=2, checkpointing=True),
+)
+MERGED = Way(name="LoRA merged into the weights", adapter="merged")
+BESIDE = Way(name="LoRA beside the weights", adapter="beside", compared_with=MERGED.name)
+ADAPTERS = (
+    BESIDE,
+    Way(name="LoRA beside the weights, micro-batches of 1 row", rows=1, adapter="beside", compared_with=BESIDE.name),
+    Way(name="LoRA beside the weights, 2 ranks", world=2, adapter="beside", compared_with=BESIDE.name),
 )
 GROUPS = (
     Way(name="2 groups of 2 ranks that share sequences", world=4, shared_by=2),
@@ -82,9 +91,14 @@ def run_ways(folder: Path, kind: str, world: int, ways: Sequence[Way], out: Path
     return dict(zip((way.name for way in ways), json.loads(out.read_text()), strict=True))
 
 
-def deviations(whole: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """Return the deviation of each figure: relative for losses and norms, the largest of any token for the others."""
-    out = {name: abs(found[name] - whole[name]) / abs(whole[name]) for name in SCALARS}
+def deviations(way: Way, measured: Measured) -> dict[str, float]:
+    """Return the deviation of each figure: relative for losses and norms, the largest of any token for the others.
+
+    The weights' gradients are not those of an adapter beside them, so such norms are left out.
+    """
+    whole, found = measured[way.compared_with], measured[way.name]
+    scalars = [name for name in SCALARS if way.compared_with != MERGED.name or "norm" not in name]
+    out = {name: abs(found[name] - whole[name]) / abs(whole[name]) for name in scalars}
     for name in PER_TOKEN:
         here, there = (torch.tensor(run[name], dtype=torch.float64) for run in (found, whole))
         assert here.shape == there.shape, name
@@ -96,16 +110,16 @@ def table(kinds: Mapping[str, Measured]) -> str:
     """Return the page of docs/results."""
     lines = [_HEAD]
     for kind, measured in kinds.items():
-        whole = measured[WHOLE.name]
         lines.append(f"\n## {_TITLES[kind]}\n")
         lines.append(
             "| way | policy loss | KL | grad norm | value loss | its grad norm | log-probs | entropy | values |"
         )
         lines.append("|---|" + "---|" * (len(SCALARS) + len(PER_TOKEN)))
-        for name, found in measured.items():
-            if name != WHOLE.name:
-                apart = deviations(whole, found)
-                lines.append(f"| {name} | " + " | ".join(f"{apart[key]:.0e}" for key in (*SCALARS, *PER_TOKEN)) + " |")
+        for way in (*WAYS, *GROUPS, *ADAPTERS):
+            if way.name in measured:
+                apart = deviations(way, measured)
+                figures = (f"{apart[key]:.0e}" if key in apart else "-" for key in (*SCALARS, *PER_TOKEN))
+                lines.append(f"| {way.name} | " + " | ".join(figures) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -113,6 +127,7 @@ _TITLES = {"qwen2": "Text model (Qwen2)", "qwen2_5_vl": "Qwen2.5-VL, rows with 0
 _HEAD = """# The same numbers, however a batch is cut
 
 One update of actor and critic on the same rows, in float32, against the rows packed into one micro-batch on one rank.
+An adapter beside the weights is compared with the same merged into them, and cut in other ways with itself.
 Losses and gradient norms: relative deviation. Log-probs, entropy (nats) and values: the largest deviation of any token.
 Offload on a CPU takes the same path but moves nothing, since there is one memory. Bound: 1e-5. Made by
 

@@ -14,7 +14,10 @@ from tests.workers.invariance import Way
 from tests.workers.padded import PaddedPolicy, PaddedValue
 from tests.workers.rig import config_of, context_of, png, prompt, prompts_of
 from vrl.algorithms.losses.registry import LossParams, get_policy_loss
+from vrl.models import lora
 from vrl.models.loading import load_policy, load_value_model
+from vrl.models.lora import LoraSettings
+from vrl.models.policy import CausalPolicy
 from vrl.models.token_log_probs import Extra
 from vrl.protocol.columns import (
     ADVANTAGES,
@@ -82,7 +85,10 @@ def rows_of(context: BuildContext, kind: str) -> DataProto:
 
 def learner_of(context: BuildContext, load: Callable[..., Any], way: Way) -> Learner:
     actor = context.config.actor_rollout_ref.actor
-    model = load(context.config.actor_rollout_ref.model.path, torch.float32, gradient_checkpointing=way.checkpointing)
+    path = context.config.actor_rollout_ref.model.path
+    model = load(path, torch.float32, gradient_checkpointing=way.checkpointing)
+    if way.adapter:
+        model = adapted(model, path, load, merged=way.adapter == "merged")
     if way.padded:
         model = PaddedPolicy(model) if load is load_policy else PaddedValue(model)
     else:
@@ -93,6 +99,23 @@ def learner_of(context: BuildContext, load: Callable[..., Any], way: Way) -> Lea
     if way.offload:  # from one memory to the same one, but through all that a GPU's would go through
         learn.offload = Offload(model, step.optimizer, context.device, parameters=True, state=True)
     return learn
+
+
+def adapted(model: Any, path: str, load: Callable[..., Any], merged: bool) -> Any:
+    """Return the model with an adapter that changes it, beside its weights or merged into those of a plain one."""
+    hf = model.hf if isinstance(model, CausalPolicy) else model.backbone
+    lora.add_adapters(hf, LoraSettings(section="model", rank=4, alpha=8), path)
+    draw = torch.Generator().manual_seed(9)
+    for name, parameter in lora.adapter_parameters(hf):
+        if "lora_B" in name:
+            parameter.data.normal_(0.0, 0.02, generator=draw)
+    if not merged:
+        return model
+    plain = load(path, torch.float32)
+    inner = plain.hf if isinstance(plain, CausalPolicy) else plain.backbone
+    weights = dict(lora.merged(hf, list(hf.named_parameters()), lambda named: ((n, p.detach()) for n, p in named)))
+    inner.load_state_dict(weights, strict=False)
+    return plain
 
 
 def objective_of(context: BuildContext) -> PolicyObjective:
