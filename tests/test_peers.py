@@ -27,7 +27,7 @@ def test_every_case_of_our_side_makes_a_row(part: str, tmp_path: Path) -> None:
         assert float(row.split(" | ")[1].split()[0]) > 0
 
 
-@pytest.mark.ray
+@pytest.mark.long
 def test_our_side_of_the_calls_and_of_the_step(tmp_path: Path) -> None:
     with peers.opened(peers.part_commands("ray", SMALL, tmp_path, peers=False), tmp_path) as sides:
         samples = interleaved(sides, "worker-group call, 2 ranks", 1)["vrl"]

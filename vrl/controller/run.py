@@ -134,20 +134,23 @@ class Started:
 
 @contextmanager
 def started(config: Config, gpus: bool) -> Iterator[Started]:
-    """Yield processes without a role yet; end all of them afterwards, also after a failure."""
+    """Yield processes without a role yet; end all of them afterwards, also after a failure.
+
+    Environments, rows and rewards are looked at before Ray starts.
+    """
+    model = config.actor_rollout_ref.model
+    renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
+    config, tools = checked_environments(config, renderer)
+    data = load_data(config, renderer, tools)
+    config = with_image_limit(config, data.most_images)
+    if config.scores_by_rule:
+        check_rewards(reward_spec(config))
+    if config.reward_model.enable:
+        check_text_only(config, data.most_images)
     start_ray(config, gpus)
     try:
         specs = pool_specs(config, gpus)
         check_cluster(specs)
-        model = config.actor_rollout_ref.model
-        renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
-        config, tools = checked_environments(config, renderer)
-        data = load_data(config, renderer, tools)
-        config = with_image_limit(config, data.most_images)
-        if config.scores_by_rule:
-            check_rewards(reward_spec(config))
-        if config.reward_model.enable:
-            check_text_only(config, data.most_images)
         config = warm_started(config, specs[0], tools.left_out)
         processes = Pools(specs, config)
         try:
