@@ -6,15 +6,14 @@ from typing import Any, final
 
 import torch
 
-from vrl.controller.playback import played
-from vrl.data.dataset import RowDataset
+from vrl.controller.playback import Playback
 from vrl.models.renderer import HFRenderer
 from vrl.protocol.columns import IMAGE_KEYS, INPUT_IDS, LOSS_MASK, MINI_BATCH, POSITION_IDS
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.errors import DataError
 from vrl.protocol.ragged import Ragged
-from vrl.protocol.trajectory import Prompt, content_key
+from vrl.protocol.trajectory import Prompt, Trajectory, content_key
 
 
 @final
@@ -29,19 +28,25 @@ class _Lesson:
 
 @final
 class Lessons:
-    """Makes batches. Rows with an environment are played once, when this is made; see `playback`."""
+    """Makes batches. Rows with an environment are played when they are first asked for; see `playback`."""
 
-    def __init__(self, rows: RowDataset, config: Config, renderer: HFRenderer) -> None:
-        """Play what is to be played. Raises DataError for a row without an answer or that cannot be played."""
+    def __init__(self, config: Config, renderer: HFRenderer) -> None:
         self._renderer = renderer
         self._key = config.warm_start.messages_key
-        acting = [prompt for prompt in (rows[index] for index in range(len(rows))) if prompt.env_name is not None]
-        turns = {prompt.row_id: assistant_turns(prompt, self._key) for prompt in acting}
-        self._played = played(acting, turns, config, renderer)
+        self._playback = Playback(config, renderer)
+
+    def close(self) -> None:
+        """End the tool processes."""
+        self._playback.close()
 
     def batch(self, prompts: Sequence[Prompt]) -> DataProto:
-        """Return one mini-batch, with `loss_mask` on what the assistant says and the tokens that end its turns."""
-        lessons = [self._lesson(prompt) for prompt in prompts]
+        """Return one mini-batch, with `loss_mask` on what the assistant says and the tokens that end its turns.
+
+        Raises DataError for a row without an answer or that cannot be played.
+        """
+        acting = [prompt for prompt in prompts if prompt.env_name is not None]
+        played = self._playback.rows(acting, lambda prompt: assistant_turns(prompt, self._key))
+        lessons = [self._lesson(prompt, played.get(prompt.row_id)) for prompt in prompts]
         columns: dict[str, torch.Tensor | Ragged] = {
             INPUT_IDS: Ragged.from_rows([lesson.ids for lesson in lessons], torch.int64),
             LOSS_MASK: Ragged.from_rows([lesson.mask for lesson in lessons], torch.bool),
@@ -55,10 +60,9 @@ class Lessons:
         blobs = {content_key(image): image for lesson in lessons for image in lesson.images}
         return DataProto(columns, {IMAGE_KEYS: keys}, blobs)
 
-    def _lesson(self, prompt: Prompt) -> _Lesson:
-        found = self._played.get(prompt.row_id)
-        if found is not None:
-            return _Lesson(found.input_ids, found.loss_mask, found.images)
+    def _lesson(self, prompt: Prompt, played: Trajectory | None) -> _Lesson:
+        if played is not None:
+            return _Lesson(played.input_ids, played.loss_mask, played.images)
         before = self._renderer.expand(self._renderer.render(prompt.messages), prompt.images)
         answer = self._renderer.answer_ids(assistant_turns(prompt, self._key)[-1])
         return _Lesson([*before, *answer], [0] * len(before) + [1] * len(answer), prompt.images)

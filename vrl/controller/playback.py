@@ -4,8 +4,7 @@ The turn loop of the rollout runs them, so that a row is what an episode of the 
 model an engine answers that knows the turns.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -19,8 +18,6 @@ from vrl.protocol.errors import DataError
 from vrl.protocol.ports import EngineOutput, EngineRequest
 from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
 from vrl.workers.rollout import episode_limits
-
-_LOG = logging.getLogger(__name__)
 
 
 @final
@@ -74,31 +71,49 @@ class TeacherEngine:
         """There is nothing to end."""
 
 
-def played(
-    prompts: Sequence[Prompt], turns: Mapping[str, Sequence[str]], config: Config, renderer: HFRenderer
-) -> dict[str, Trajectory]:
-    """Return the conversation of each prompt, by row id: the turns of `turns`, and what the environments answered.
+@final
+class Playback:
+    """Plays conversations, each once. The tool processes start with the first one and end with `close`."""
 
-    Raises DataError when one failed, naming the row and the cause.
-    """
-    if not prompts:
-        return {}
-    rollout = config.actor_rollout_ref.rollout
-    _LOG.info("playing the turns of %d rows through their environments", len(prompts))
-    sink = TrajectoryList()
-    most_images = max(len(prompt.images) for prompt in prompts) + rollout.agent.max_images
-    with EnvironmentPool(rollout.agent.concurrent_workers, environment_spec(config)) as pool:
+    def __init__(self, config: Config, renderer: HFRenderer) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._pool: EnvironmentPool | None = None
+        self._played: dict[str, Trajectory] = {}
+
+    def rows(self, prompts: Sequence[Prompt], turns_of: Callable[[Prompt], list[str]]) -> dict[str, Trajectory]:
+        """Return the conversation of each prompt by row id: its turns, and what the environment answered to them.
+
+        Raises DataError when one failed, naming the row and the cause.
+        """
+        new = {prompt.row_id: prompt for prompt in prompts if prompt.row_id not in self._played}
+        if new:
+            for trajectory in self._play(list(new.values()), turns_of):
+                if trajectory.stop_reason is StopReason.FAILED:
+                    name = trajectory.prompt.row_id
+                    raise DataError(f"row {name}: its turns could not be played: {trajectory.failure}")
+                self._played[trajectory.prompt.row_id] = trajectory
+        return {prompt.row_id: self._played[prompt.row_id] for prompt in prompts}
+
+    def close(self) -> None:
+        """End the tool processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _play(self, prompts: Sequence[Prompt], turns_of: Callable[[Prompt], list[str]]) -> list[Trajectory]:
+        agent = self._config.actor_rollout_ref.rollout.agent
+        if self._pool is None:
+            self._pool = EnvironmentPool(agent.concurrent_workers, environment_spec(self._config))
+        most_images = max(len(prompt.images) for prompt in prompts) + agent.max_images
+        sink = TrajectoryList()
         loop = EpisodeLoop(
-            TeacherEngine(renderer, turns),
-            renderer,
+            TeacherEngine(self._renderer, {prompt.row_id: turns_of(prompt) for prompt in prompts}),
+            self._renderer,
             Unscored(),
-            replace(episode_limits(config), max_retries=0, max_row_images=most_images),
-            Sampling(max_tokens=config.data.max_response_length),
-            ToolSide(pool, pool.schemas),
+            replace(episode_limits(self._config), max_retries=0, max_row_images=most_images),
+            Sampling(max_tokens=self._config.data.max_response_length),
+            ToolSide(self._pool, self._pool.schemas),
         )
         source = FixedSource([(replace(prompt, uid=prompt.row_id), 0) for prompt in prompts])
         loop.run(source, sink, step=0, version=0)
-    for trajectory in sink.trajectories:
-        if trajectory.stop_reason is StopReason.FAILED:
-            raise DataError(f"row {trajectory.prompt.row_id}: its turns could not be played: {trajectory.failure}")
-    return {trajectory.prompt.row_id: trajectory for trajectory in sink.trajectories}
+        return sink.trajectories

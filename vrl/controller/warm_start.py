@@ -109,7 +109,7 @@ def _make(config: Config, spec: PoolSpec, folder: Path, left_out: frozenset[str]
     trained = replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
     renderer = load_renderer(config.tokenizer_path, model.min_pixels, model.max_pixels)
     rows = load_rows(settings.files, left_out=left_out)
-    lessons = Lessons(rows, config, renderer)
+    lessons = Lessons(config, renderer)
     processes = Pools([spec], trained)
     try:
         actor = Actor(processes.build(["actor"], RunLength(actor=settings.steps, critic=1), trained)["actor"])
@@ -117,6 +117,7 @@ def _make(config: Config, spec: PoolSpec, folder: Path, left_out: frozenset[str]
         part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         actor.export(part)
     finally:
+        lessons.close()
         processes.close()
     if folder.is_dir():  # another run made the same one meanwhile
         shutil.rmtree(part)
