@@ -13,6 +13,7 @@ from vrl.protocol.errors import ConfigError
 CPU, GPU_NODE = Machine(gpus=0, cores=2), Machine(gpus=8, cores=64)
 MACHINES = {
     "tiny_vl_grpo": CPU,
+    "tiny_vl_agent": CPU,
     "smollm2_arithmetic": CPU,
     "qwen2_5_vl_7b_geo3k_grpo": GPU_NODE,
     "qwen2_5_7b_gsm8k_ppo": GPU_NODE,

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ MakePrompt = Callable[..., Prompt]
 HANG = "while True: pass"
 HANG_IN_C = "import re; result = bool(re.match('(a+)+$', 'a' * 64 + 'b'))"  # holds the interpreter's lock
 GENEROUS_SECONDS = 30.0
+BEFORE: set[int] = set()
 
 
 def run_all(pool: RewardPool, prompt: Prompt, responses: list[str]) -> list[Score]:
@@ -30,9 +31,18 @@ def run_all(pool: RewardPool, prompt: Prompt, responses: list[str]) -> list[Scor
     return [item.score for item in pending]
 
 
+@pytest.fixture(autouse=True)
+def there_before() -> Iterator[None]:
+    """Other tests of this process may have children that last longer than they do."""
+    BEFORE.update(process.pid for process in psutil.Process().children())
+    yield
+    BEFORE.clear()
+
+
 def live_children() -> set[int]:
-    """Every process below this one, zombies too."""
-    return {process.pid for process in psutil.Process().children(recursive=True)}
+    """Every process below this one that the test has started, zombies too."""
+    own = [child for child in psutil.Process().children() if child.pid not in BEFORE]
+    return {process.pid for child in own for process in (child, *child.children(recursive=True))}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -180,16 +190,15 @@ def test_endless_rewards_do_not_slow_down_those_after_them(code_spec: RewardSpec
 
 def test_nothing_is_left_after_many_calls_that_start_processes(code_spec: RewardSpec, make_prompt: MakePrompt) -> None:
     quick = "import subprocess; result = float(subprocess.run(['true']).returncode == 0)"
-    hangs = "import subprocess; subprocess.run(['sleep', '600'])"
-    before = {process.pid for process in psutil.process_iter()}
+    time_of_ours = "600.0625"  # others on this machine sleep as well
+    hangs = f"import subprocess; subprocess.run(['sleep', '{time_of_ours}'])"
     with RewardPool(4, 0.3, code_spec) as pool:
         scores = run_all(pool, make_prompt(), [quick, quick, hangs] * 12)
     assert [score.failure_kind for score in scores] == [None, None, "time limit"] * 12
     assert not live_children()
 
     def sleeping() -> list[int]:
-        new = [process for process in psutil.process_iter(["name"]) if process.pid not in before]
-        return [process.pid for process in new if process.info["name"] == "sleep"]
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", time_of_ours]]
 
     assert wait_until(lambda: not sleeping())
 

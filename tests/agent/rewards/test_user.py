@@ -78,17 +78,19 @@ def test_unknown_data_source() -> None:
 
 def test_a_file_that_never_finishes_importing(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "import time; time.sleep(600)\n" + GOOD)
+    before = psutil.Process().children()
     with pytest.raises(ConfigError, match=r"did not load within 0\.5 s"):
         check_rewards(spec, start_limit_seconds=0.5)
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_a_file_that_kills_its_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = spec_of(tmp_path, "import os; print('licence server is down'); os._exit(3)\n" + GOOD)
+    before = psutil.Process().children()
     with pytest.raises(RewardError, match="exit code 3"):
         check_rewards(spec)
     assert "licence server is down" in capfd.readouterr().err
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_modules_beside_the_file_and_relative_paths(
