@@ -83,9 +83,8 @@ def test_converting_data(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_the_benchmark_of_training(tmp_path: Path) -> None:
-    printed = run(f"{sys.executable} {ROOT}/benchmarks/training.py 2 packed sequence advantages", tmp_path)
-    ratios = re.findall(r"(?:throughput|=|ours =) *:? *(\d+\.\d+)", printed)
-    assert len(ratios) == 6
+    printed = run(f"{sys.executable} {ROOT}/benchmarks/training.py 2 sequence advantages", tmp_path)
+    assert len(re.findall(r"= (\d+\.\d+)", printed)) == 4  # activations, three estimators
     assert "sequence parallel 2 / 1" in printed
 
 

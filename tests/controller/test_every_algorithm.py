@@ -206,3 +206,11 @@ def test_lora_trains_actor_and_critic_with_the_base_as_reference(shared: Shared)
         assert step["critic/grad_norm"] > 0
     assert abs(steps[0]["actor/reward_kl_penalty"]) < 1e-6
     assert abs(steps[1]["actor/reward_kl_penalty"]) > 1e-6
+
+
+def test_ranks_that_share_sequences_train(shared: Shared) -> None:
+    sizes = {"actor": {"ulysses_sequence_parallel_size": 2}}
+    values = {"algorithm": {"adv_estimator": "gae"}, "actor_rollout_ref": sizes}
+    steps = train(shared, values | {"critic": {"ulysses_sequence_parallel_size": 2}}, "ulysses")
+    assert_trained(steps)
+    assert all(step["training/rollout_probs_diff_max"] <= 1e-4 for step in steps)

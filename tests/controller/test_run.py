@@ -141,6 +141,7 @@ def test_ppo_with_critic_reference_and_several_updates(ppo: Path) -> None:
     assert abs(metrics_of(ppo)[1]["actor/reward_kl_penalty"]) > 1e-6
 
 
+@pytest.mark.long
 def test_ranks_that_share_sequences_train_alike(root: Path, ppo: Path) -> None:
     shared = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
     found, wanted = (metrics_of(folder) for folder in (train(root, "ulysses", [*PPO, *shared]), ppo))

@@ -73,12 +73,15 @@ GROUPS = (
 Measured = Mapping[str, dict[str, Any]]
 
 
-def run_ways(folder: Path, kind: str, world: int, ways: Sequence[Way], out: Path) -> dict[str, dict[str, Any]]:
-    """Run the ways of one world size in processes of their own; return what rank 0 found, by way."""
+def run_ways(
+    folders: Mapping[str, Path], world: int, ways: Sequence[Way], out: Path
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Run the ways of one world size in processes of their own; return what rank 0 found, by kind of model and way."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    argument = json.dumps({"folder": str(folder), "kind": kind, "ways": [asdict(way) for way in ways], "out": str(out)})
+    places = {kind: str(folder) for kind, folder in folders.items()}
+    argument = json.dumps({"folders": places, "ways": [asdict(way) for way in ways], "out": str(out)})
     shared = os.environ | {"WORLD_SIZE": str(world), "MASTER_PORT": str(port), "PYTHONPATH": str(HERE.parents[1])}
     script = [sys.executable, str(HERE / "learner_process.py"), argument]
     processes = [subprocess.Popen(script, env=shared | {"RANK": str(rank)}) for rank in range(world)]
@@ -88,7 +91,8 @@ def run_ways(folder: Path, kind: str, world: int, ways: Sequence[Way], out: Path
         for process in processes:
             process.kill()
     assert codes == [0] * world
-    return dict(zip((way.name for way in ways), json.loads(out.read_text()), strict=True))
+    names = [way.name for way in ways]
+    return {kind: dict(zip(names, found, strict=True)) for kind, found in json.loads(out.read_text()).items()}
 
 
 def deviations(way: Way, measured: Measured) -> dict[str, float]:

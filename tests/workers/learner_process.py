@@ -209,9 +209,11 @@ def main() -> None:
             device="cpu",
         )
     )
-    context = context_of(config_of(Path(given["folder"]), world))
-    batch = rows_of(context, given["kind"])
-    found = [measure(context, batch, Way(**way)) for way in given["ways"]]
+    found = {}
+    for kind, folder in given["folders"].items():
+        context = context_of(config_of(Path(folder), world))
+        batch = rows_of(context, kind)
+        found[kind] = [measure(context, batch, Way(**way)) for way in given["ways"]]
     if rank == 0:
         Path(given["out"]).write_text(json.dumps(found))
     process.stop()

@@ -38,7 +38,7 @@ def read(command: str, arguments: Sequence[str], here: Machine) -> tuple[str, Co
     parser.add_argument("--config-path", type=Path, default=CONFIG_DIR, help="folder of config files")
     parser.add_argument("--cfg", choices=["job"], help="print the settings and end")
     parser.add_argument("overrides", nargs="*", help="key=value, as in Hydra")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     composed = load(given.config_name, given.overrides, given.config_path)
     for note in composed.notes:
         sys.stderr.write(f"note: {note}\n")
