@@ -1,6 +1,6 @@
 """CPU time of a rollout against the bare engine on the same requests: `python benchmarks/generation.py [ROUNDS]`.
 
-One process, one rank, the tiny default model with its data (made by `bash train_ppo.sh`). A round samples the same 16
+One process, one rank, model and data of the config `tiny_vl_grpo`, made here if missing. A round samples the same 16
 prompts x 8 once by `LLM.generate` with images decoded beforehand, once by the rollout worker (rendering, turn loop,
 rewards, rows), in turn, with caches dropped before each. CPU seconds of this process, which holds the engine.
 """
@@ -20,6 +20,7 @@ from vllm import SamplingParams
 
 from vrl.agent.loop import FixedSource
 from vrl.controller.commands import settings
+from vrl.controller.prepare import prepare
 from vrl.controller.resource_pool import free_port
 from vrl.controller.run import load_data, training_sampling, with_image_limit
 from vrl.models.images import decode_image
@@ -58,9 +59,11 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     """Print the median ratio and its quartiles."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 12
-    read = settings.read("train", ["trainer.n_gpus_per_node=1", "warm_start.enable=False"], settings.machine())
+    given = ["--config-name", "tiny_vl_grpo", "trainer.n_gpus_per_node=1", "warm_start.enable=False"]
+    read = settings.read("train", given, settings.machine())
     assert read is not None
     config = read[1].config
+    prepare(config)
     renderer = load_renderer(config.tokenizer_path)
     data = load_data(config, renderer)
     config = with_image_limit(config, data.most_images)

@@ -7,6 +7,7 @@ knows how to run fails the first test.
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,14 @@ from vrl.controller.cli import main
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SHORT: Final = (
-    "warm_start.steps=2",
+    "warm_start.steps=40",
+    "warm_start.batch_size=32",
     "warm_start.stop_probability=null",
     "trainer.total_training_steps=2",
     "trainer.default_local_dir=RUN",
     "data.val_max_samples=8",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
 )
 TRAIN: Final = "bash train_ppo.sh"
 MEASURE_MEMORY: Final = ".venv/bin/python benchmarks/run_memory.py -- "
@@ -96,11 +98,12 @@ def test_training_measuring_and_drawing(tmp_path: Path) -> None:
     assert re.search(r"step +2/2 ", printed)
     assert re.search(r"peak \d+ MiB", printed)
     assert (tmp_path / "RUN" / "config.yaml").is_file()
+    assert_an_agent_at_work(tmp_path / "RUN")
     run(f"{sys.executable} {ROOT}/benchmarks/curves.py OUT.png RUN/metrics.jsonl", tmp_path)
     assert (tmp_path / "OUT.png").read_bytes().startswith(b"\x89PNG")
     shares = run(f"{sys.executable} {ROOT}/benchmarks/run_shares.py RUN/metrics.jsonl", tmp_path)
     assert "engine + learner" in shares
-    ratio = run(f"{sys.executable} {ROOT}/benchmarks/generation.py 2", tmp_path)  # with the model and data made above
+    ratio = run(f"{sys.executable} {ROOT}/benchmarks/generation.py 2", tmp_path)
     assert "rollout / bare engine" in ratio
 
     for name in ("rloo", "gae"):  # two more names through the same command, from the same warm start
@@ -109,6 +112,25 @@ def test_training_measuring_and_drawing(tmp_path: Path) -> None:
         run(f"bash {ROOT}/train_ppo.sh {' '.join(SHORT)} {settings} {quiet}", tmp_path)
         (line,) = (tmp_path / f"RUN_{name}" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["actor/grad_norm"] > 0
+
+
+def assert_an_agent_at_work(folder: Path) -> None:
+    """Look at a short run of the default: tools were called, engine and learner agree on rows with observations."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "training/rollout_probs_diff_max" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["training/failed_rows"] == 0
+        assert step["num_turns/max"] >= 2
+        assert step["training/rollout_probs_diff_max"] <= 1e-4
+    written = [line for step in (1, 2) for line in (folder / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in written if "<tool_response>" in line]
+    for row in rows:
+        assert row["sampled_tokens"] < row["response_length"]
+        assert len(row["turn_rewards"]) >= 2
+    if shutil.which("bwrap"):
+        assert any(row["data_source"] == "tiny/code" for row in rows)
+    assert any(len(row["images"]) == 2 for row in rows if row["data_source"] == "tiny/zoom")
 
 
 def run(command: str, folder: Path) -> str:

@@ -147,7 +147,8 @@ def assert_trained(steps: list[Mapping[str, float]]) -> None:
 )
 def test_a_name_on_the_command_line_trains(root: Path, settings: tuple[str, ...]) -> None:
     folder = root / settings[0].rpartition("=")[2]
-    run = [sys.executable, "-m", "vrl.controller.cli", "train", f"trainer.default_local_dir={folder}"]
+    run = [sys.executable, "-m", "vrl.controller.cli", "train", "--config-name", "tiny_vl_grpo"]
+    run.append(f"trainer.default_local_dir={folder}")
     done = subprocess.run([*run, *BASE, *settings], cwd=root, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

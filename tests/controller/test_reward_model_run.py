@@ -73,7 +73,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """Run until step 2 is over, kill the reward model; return the folder, what was said and who was killed."""
     root = tmp_path_factory.mktemp("reward")
     write_inputs(root)
-    command = [sys.executable, "-m", "vrl.controller.cli", "train", *SETTINGS]
+    command = [sys.executable, "-m", "vrl.controller.cli", "train", "--config-name", "tiny_vl_grpo", *SETTINGS]
     process = subprocess.Popen(
         command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""The default run on one GPU: flash attention where installed, the engine asleep while learners work, weights back."""
+"""The tiny run on one GPU: flash attention where installed, the engine asleep while learners work, weights back."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_a_run_with_evaluations_between_steps(tmp_path: Path, estimator: str, mo
     """An evaluation follows a weight sync, before the next sleep: an engine asleep has no weights to answer with."""
     given = [f"trainer.default_local_dir={tmp_path / 'run'}", f"algorithm.adv_estimator={estimator}", *SETTINGS, *more]
     done = subprocess.run(
-        [sys.executable, "-m", "vrl.controller.cli", "train", *given],
+        [sys.executable, "-m", "vrl.controller.cli", "train", "--config-name", "tiny_vl_grpo", *given],
         cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The command `vrl`: finds the sub-command and prints what went wrong in one line. Imports nothing heavy by itself."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"vrl: unknown command {given[0]!r}\n\n{_usage()}")
         return 2
     try:
+        # transformers draws a bar for each file it writes; the console is for steps and evaluations.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         module = importlib.import_module(COMMANDS[given[0]][0])
         return int(module.main(given[1:]))
     except (ConfigError, DataError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from vrl.controller.compose import CONFIG_DIR, Composed, load, yaml_text
 from vrl.protocol.config.rules import KnownNames, Machine, check
 
-CPU_DEFAULT = "tiny_vl_grpo"
+CPU_DEFAULT = "tiny_vl_agent"
 GPU_DEFAULT = "qwen2_5_vl_7b_geo3k_grpo"
 
 
