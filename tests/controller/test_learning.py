@@ -108,7 +108,7 @@ def test_without_a_signal_nothing_is_learned(root: Path, config: str, control: s
     (root / "random_reward.py").write_text(
         "import random\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if extra_info.get('split') == 'val':\n"
-        "        return float(solution_str.strip() == ground_truth)\n"
+        "        return float(extra_info.get('last_turn', solution_str).strip() == ground_truth)\n"
         "    return float(random.random() < 0.5)\n"
     )
     settings = {
