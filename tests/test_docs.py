@@ -88,6 +88,11 @@ def test_the_benchmark_of_training(tmp_path: Path) -> None:
     printed = run(f"{sys.executable} {ROOT}/benchmarks/training.py 2 sequence advantages", tmp_path)
     assert len(re.findall(r"= (\d+\.\d+)", printed)) == 4  # activations, three estimators
     assert "sequence parallel 2 / 1" in printed
+    tokens, words, width, chunk = 4096, 32000, 64, 512
+    peak = run(
+        f"{sys.executable} {ROOT}/benchmarks/training.py --inner peak chunked {tokens} {words} {width} {chunk}", ROOT
+    )
+    assert float(peak) <= (2 * tokens * width + 3 * chunk * words + words * width) * 4 / 2**20
 
 
 @pytest.mark.ray

@@ -107,6 +107,7 @@ class _TokenLogProbs(Function):
                 entropy[part] = _entropy(logits)
             if Extra.SUM_PI_SQUARED in want:
                 squares[part] = logits.mul_(2.0).exp_().sum(dim=-1)
+            del logits
         ctx.save_for_backward(hidden, weight, bias, shift, targets, log_norm, entropy)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -142,6 +143,7 @@ class _TokenLogProbs(Function):
                 grad_hidden[part] = (low @ weight).to(hidden.dtype)
             if grad_weight is not None:
                 _add_product(grad_weight, low.T, hidden[part].to(weight.dtype))
+            del logs, grad, low  # else they live on beside the next chunk's logits
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -153,8 +155,9 @@ class _TokenLogProbs(Function):
 
 
 def _entropy(logs: Float[Tensor, "C V"]) -> Float[Tensor, " C"]:
-    """Return -sum p log p; words of probability zero (minus infinity) count as 0."""
-    return -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
+    """Return -sum p log p; words of probability zero count as 0. Minus infinity in `logs` becomes the lowest number."""
+    probs = logs.exp()
+    return -probs.mul_(logs.clamp_(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
 
 
 def _grad_logits(
@@ -163,15 +166,20 @@ def _grad_logits(
     grad_log_probs: Float[Tensor, " C"] | None,
     entropy: tuple[Float[Tensor, " C"], Float[Tensor, " C"]] | None,
 ) -> Float[Tensor, "C V"]:
-    """Return the gradient at the scaled logits: g (onehot - p) for the log-prob, -g p (log p + H) for the entropy."""
-    probs = logs.exp()
-    grad = torch.zeros_like(logs)
-    if entropy is not None:
+    """Return the gradient at the scaled logits: g (onehot - p) for the log-prob, -g p (log p + H) for the entropy.
+
+    It takes the place of `logs`: beside them a chunk is in memory once more at most, and only for the entropy.
+    """
+    if entropy is None:
+        assert grad_log_probs is not None, "autograd calls for a gradient of something"
+        grad = logs.exp_().mul_(-grad_log_probs[:, None])
+    else:
         outer, value = entropy
-        inner = logs.clamp_(min=torch.finfo(logs.dtype).min).add_(value[:, None])
-        grad -= inner.mul_(probs).mul_(outer[:, None])
+        probs = logs.exp()
+        grad = logs.clamp_(min=torch.finfo(logs.dtype).min).add_(value[:, None]).mul_(probs).mul_(-outer[:, None])
+        if grad_log_probs is not None:
+            grad.addcmul_(probs, grad_log_probs[:, None], value=-1.0)
     if grad_log_probs is not None:
-        grad -= probs.mul_(grad_log_probs[:, None])
         grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
     return grad
 
