@@ -8,6 +8,7 @@ from typing import Any, final
 
 from PIL import Image
 
+from vrl.agent.sandbox.program import run_in_session
 from vrl.agent.sandbox.types import CellResult
 
 
@@ -47,6 +48,13 @@ class InProcessRunner:
 
     def session(self, images: Sequence[bytes] = ()) -> InProcessSession:
         return InProcessSession(self, images)
+
+    def run_program(self, code: str, standard_input: str = "") -> CellResult:
+        session = self.session()
+        try:
+            return run_in_session(session, code, standard_input)
+        finally:
+            session.close()
 
     def close(self) -> None:
         assert not self.open_sessions

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.agent.in_process_runner import InProcessRunner
-from vrl.agent.rewards.code_runner import code_runner, provide_code_runner
-from vrl.agent.rewards.code_tests import last_code, read_tests, same_output
+from vrl.agent.rewards.code_runner import code_runner, grading_sandbox, provide_code_runner
+from vrl.agent.rewards.code_tests import last_code, read_tests, run_tests, same_output
 from vrl.agent.rewards.registry import find_rule
+from vrl.agent.rewards.types import RewardSpec
+from vrl.protocol.config.sandbox import SandboxConfig
 from vrl.protocol.errors import ConfigError
 
 
@@ -33,6 +36,8 @@ CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4], [10, -4]], "outputs": [3, 
 ASSERTS = {"test_list": ["assert add(1, 2) == 3", "assert add(3, 4) == 7", "assert add(10, -4) == 6"]}
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = "def add(a, b):\n    return a + b"
+LIVE = [{"input": "[1, 2]", "output": "3", "testtype": "functional", "metadata": {"func_name": "floor"}}]
+UNNAMED = [{"input": "[1, 2]", "output": "3", "testtype": "functional"}]
 LIST = [{"input": "1 2", "output": "3"}]
 
 
@@ -50,6 +55,20 @@ LIST = [{"input": "1 2", "output": "3"}]
         (FUNCTION, {**CALLS, "inputs": ["1\n2", "3\n4", "10\n-4"]}),
         (FUNCTION, ASSERTS),
         (FUNCTION, {"functional": "def check(f):\n    assert f(1, 2) == 3\ncheck(add)"}),
+        ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))", STDIN),
+        ("print(sum(map(int, open(0).read().split())))", STDIN),
+        ("import os\nprint(sum(map(int, os.read(0, os.fstat(0).st_size).split())))", STDIN),
+        ("import os\nprint(sum(map(int, input().split())))\nos._exit(0)", STDIN),
+        (
+            "class Solution:\n    def add(self, a: Optional[int], b: int) -> int:\n        return pow(a + b, 1, 99)",
+            CALLS,
+        ),
+        ("class Solution:\n    def floor(self, x: List[int]) -> int:\n        return floor(sum(x))", LIVE),
+        ("class Solution:\n    def floor(self, x):\n        return sum(x)", json.dumps(UNNAMED)),
+        (
+            "import sys\nprint(len(sys.stdin.read()))",
+            {"inputs": ["\U0001f600\n" + "x" * 300_000], "outputs": ["300002"]},
+        ),
     ],
 )
 def test_right_code_passes(code: str, truth: Any) -> None:
@@ -65,6 +84,8 @@ def test_right_code_passes(code: str, truth: Any) -> None:
         ("1 / 0", STDIN, 0),
         ("def broken(:", STDIN, 0),
         ("import sys; sys.exit(0)", STDIN, 0),
+        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", STDIN, 0),
+        ("class Solution:\n    pass", UNNAMED, 0),
         ("def add(a, b):\n    return a + abs(b)", CALLS, 2 / 3),
         ("def sub(a, b):\n    return a - b", CALLS, 0),
         ("def add(a, b):\n    return 10 ** 400 if a == 1 else a + b", CALLS, 2 / 3),
@@ -98,7 +119,25 @@ def test_outputs_compare_by_words_and_by_value() -> None:
     assert not same_output("", "1")
 
 
+def test_code_that_takes_too_long_keeps_what_it_has_passed(runner: InProcessRunner) -> None:
+    """Each cell of this runner counts 0.01 s; after three of them no other test is begun."""
+    assert run_tests(runner, PROGRAM, read_tests(STDIN), seconds=0.015) == 2
+    assert run_tests(runner, FUNCTION, read_tests(CALLS), seconds=0.015) == 2
+    provide_code_runner(lambda: runner, 0.005)
+    assert score(PROGRAM, STDIN, continuous=True)["score"] == pytest.approx(1 / 3)
+    assert score(PROGRAM, STDIN)["score"] == 0.0
+
+
+def test_the_sandbox_of_rules_fits_in_their_time_limit() -> None:
+    spec = RewardSpec(sandbox=SandboxConfig(cell_seconds=10.0, output_chars=50), time_limit_seconds=6.0)
+    made = grading_sandbox(spec)
+    assert (made.cell_seconds, made.output_chars) == (2.0, 1 << 20)
+    assert grading_sandbox(replace(spec, time_limit_seconds=90.0)).cell_seconds == 10.0
+
+
 def test_tests_that_are_none() -> None:
+    with pytest.raises(ValueError, match="all functional"):
+        read_tests([*UNNAMED, *LIST])
     for truth in ({}, {"inputs": ["1"], "outputs": []}, [], {"inputs": []}):
         with pytest.raises(ValueError, match="as many inputs as outputs"):
             read_tests(truth)

@@ -61,7 +61,10 @@ def test_a_whole_program_gets_its_input():
         runner = runner_of(server)
         assert runner.run_program("print(int(input()) * 2)", "21\n").output == "42\n"
         failed = runner.run_program("raise SystemExit(3)")
-        assert failed.error == "the program ended with exit code 3"
+        assert failed.error == "the program ended with exit code 3: "
+        noisy = runner.run_program("import sys\nprint('out')\nprint('log', file=sys.stderr)\n1 / 0")
+        assert noisy.output == "out\n"
+        assert noisy.error == "the program ended with exit code 1: ZeroDivisionError: division by zero"
         assert runner.run_program("while True: pass").error == "TimeoutError: the program ran over 1 s"
 
 

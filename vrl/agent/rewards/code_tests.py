@@ -5,6 +5,7 @@ compared here, so that it cannot claim to have passed.
 """
 
 import json
+import math
 import secrets
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -13,24 +14,12 @@ from typing import Any, final
 
 from vrl.agent.parsers.code import parse_code_tags, parse_fenced_code
 from vrl.agent.parsers.types import CodeCell
-from vrl.agent.rewards.code_runner import code_runner
+from vrl.agent.rewards.code_runner import code_runner, code_seconds
 from vrl.agent.rewards.registry import register_reward
-from vrl.agent.sandbox.types import CodeRunner
+from vrl.agent.sandbox.types import ProgramRunner
 
 _MAX_TESTS = 10
 # Cells that run in the sandbox. Each gives back the streams it changes: the next cell may have others.
-_PROGRAM = """\
-import io as _io, sys as _sys
-_streams = _sys.stdin, _sys.stderr
-_sys.stdin, _sys.stderr = _io.StringIO({stdin!r}), _io.StringIO()
-try:
-    exec(compile({code!r}, "solution.py", "exec"), {{"__name__": "__main__"}})
-except SystemExit:
-    pass
-finally:
-    _sys.stdin, _sys.stderr = _streams
-_done = True
-"""
 _QUIET = """\
 import io as _io, json as _json, sys as _sys
 _streams = _sys.stdin, _sys.stdout, _sys.stderr
@@ -42,11 +31,21 @@ finally:
     _sys.stdin, _sys.stdout, _sys.stderr = _streams
 _done = True
 """
+# What LeetCode imports, below the built-in functions: a name is the solution's own only if it defines it.
 _LOAD = """\
-_scope = {{"__name__": "solution"}}
+_names = {{}}
+    exec(
+        "import bisect, collections, functools, heapq, itertools, math, random, re, string, typing\\n"
+        "from bisect import *; from collections import *; from functools import *; from heapq import *\\n"
+        "from itertools import *; from math import *; from typing import *",
+        _names,
+    )
+    import builtins as _builtins
+    _scope = {{"__name__": "solution", "__builtins__": {{**_names, **vars(_builtins)}}}}
     exec(compile({code!r}, "solution.py", "exec"), _scope)"""
 _CALL = """\
 _name, _arguments = {name!r}, _json.loads({arguments!r})
+    _name = _name or next(_key for _key in vars(_scope["Solution"]) if not _key.startswith("_"))
     _function = getattr(_scope["Solution"](), _name) if _name not in _scope else _scope[_name]
     _text = _json.dumps(_function(*_arguments), default=list)
     _out.write({mark!r} + _text + "\\n")"""
@@ -63,7 +62,7 @@ class TestCases:
     stdin: tuple[tuple[str, str], ...] = ()  # what a program reads, what it must print
     calls: tuple[tuple[str, Any], ...] = ()  # arguments of `function` as a JSON list, the value it must return
     asserts: tuple[str, ...] = ()  # Python code that raises when a test fails
-    function: str = ""
+    function: str = ""  # empty: the first public method of the class Solution
 
     def __len__(self) -> int:
         return len(self.stdin) + len(self.calls) + len(self.asserts)
@@ -73,11 +72,13 @@ def read_tests(ground_truth: Any, most: int = _MAX_TESTS) -> TestCases:
     """Return the tests of a ground truth, at most so many of them.
 
     Known forms, as mappings or JSON: `{"inputs", "outputs"}` with or without `"fn_name"` (APPS, TACO, codecontests), a
-    list of `{"input", "output"}`, and asserts as `{"test_list": [...]}` (MBPP) or `{"functional": code}`. Raises
-    ValueError for everything else.
+    list of `{"input", "output"}`, with `"testtype": "functional"` for calls (LiveCodeBench), and asserts as
+    `{"test_list": [...]}` (MBPP) or `{"functional": code}`. Raises ValueError for everything else.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence):
+        if any(test.get("testtype") == "functional" for test in tests):
+            return _live_code_bench(tests[:most])
         tests = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
     if not isinstance(tests, Mapping):
         raise ValueError(f"code tests are a mapping or a list, not {type(tests).__name__}")
@@ -94,6 +95,15 @@ def read_tests(ground_truth: Any, most: int = _MAX_TESTS) -> TestCases:
     return TestCases(calls=calls, function=str(name))
 
 
+def _live_code_bench(tests: Sequence[Mapping[str, Any]]) -> TestCases:
+    """Return calls: an input is one JSON value a line, an output one; the name stands in `metadata`, if anywhere."""
+    if not all(test.get("testtype") == "functional" for test in tests):
+        raise ValueError("code tests of one row are all functional, or none is")
+    name = (tests[0].get("metadata") or {}).get("func_name") or tests[0].get("fn_name") or ""
+    calls = tuple((_arguments(test["input"]), json.loads(test["output"])) for test in tests)
+    return TestCases(calls=calls, function=str(name))
+
+
 def last_code(text: str) -> str | None:
     """Return the last Python cell of a response, from a fence or a `<code>` tag; None when it has none."""
     cells = [
@@ -105,14 +115,21 @@ def last_code(text: str) -> str | None:
     return cells[-1] if cells else None
 
 
-def run_tests(runner: CodeRunner, code: str, tests: TestCases, *, stop_at_failure: bool = False) -> int:
-    """Return how many tests the code passes. Each program has an interpreter of its own; the rest share one."""
+def run_tests(
+    runner: ProgramRunner, code: str, tests: TestCases, *, stop_at_failure: bool = False, seconds: float = math.inf
+) -> int:
+    """Return how many tests the code passes. Each program has an interpreter of its own; the rest share one.
+
+    Once the code has run for so many `seconds` it passes no more: a slow program is the model's fault, and must not
+    take the time limit of the whole reward.
+    """
     outcomes = _programs(runner, code, tests) if tests.stdin else _functions(runner, code, tests)
     passed = 0
     with closing(outcomes):  # it closes its interpreter
-        for outcome in outcomes:
+        for outcome, took in outcomes:
             passed += outcome
-            if stop_at_failure and not outcome:
+            seconds -= took
+            if seconds <= 0 or (stop_at_failure and not outcome):
                 break
     return passed
 
@@ -123,28 +140,27 @@ def compute_score(
 ) -> dict[str, float]:
     """Return 1 when the last code of the response passes all tests, else 0; with `continuous` the share it passes.
 
-    Beside it `acc` (all passed) and `has_code`. Raises ValueError for a ground truth that holds no tests.
+    Beside it `acc` (all passed) and `has_code`. Tests that are not reached in half of `reward_model.timeout` are not
+    passed. Raises ValueError for a ground truth that holds no tests.
     """
     tests = read_tests(ground_truth, max_tests)
     code = last_code(solution_str)
     if code is None:
         return {"score": 0.0, "acc": 0.0, "has_code": 0.0}
-    share = run_tests(code_runner(), code, tests, stop_at_failure=not continuous) / len(tests)
+    passed = run_tests(code_runner(), code, tests, stop_at_failure=not continuous, seconds=code_seconds())
+    share = passed / len(tests)
     acc = float(share == 1.0)
     return {"score": share if continuous else acc, "acc": acc, "has_code": 1.0}
 
 
-def _programs(runner: CodeRunner, code: str, tests: TestCases) -> Generator[bool, None, None]:
+def _programs(runner: ProgramRunner, code: str, tests: TestCases) -> Generator[tuple[bool, float], None, None]:
     for stdin, expected in tests.stdin:
-        session = runner.session()
-        try:
-            result = session.run(_PROGRAM.format(stdin=stdin, code=code))
-        finally:
-            session.close()
-        yield result.error is None and same_output(result.output, expected)
+        result = runner.run_program(code, stdin)
+        yield result.error is None and same_output(result.output, expected), result.seconds
 
 
-def _functions(runner: CodeRunner, code: str, tests: TestCases) -> Generator[bool, None, None]:
+def _functions(runner: ProgramRunner, code: str, tests: TestCases) -> Generator[tuple[bool, float], None, None]:
+    """Yield whether each test is passed, and how many seconds it took."""
     session = runner.session()
     try:
         if session.run(_quiet(_LOAD, code=code)).error is not None:
@@ -152,10 +168,12 @@ def _functions(runner: CodeRunner, code: str, tests: TestCases) -> Generator[boo
         for arguments, expected in tests.calls:
             mark = secrets.token_hex(16)  # so that what the code prints by itself is no result
             result = session.run(_quiet(_CALL, name=tests.function, arguments=arguments, mark=mark))
-            yield result.error is None and _same_value(result.output.rpartition(mark)[2], expected)
+            right = result.error is None and _same_value(result.output.rpartition(mark)[2], expected)
+            yield right, result.seconds
         for test in tests.asserts:
             mark = secrets.token_hex(16)  # a solution that leaves early has not passed
-            yield session.run(_quiet(_ASSERT, code=test, mark=mark)).output.strip().endswith(mark)
+            result = session.run(_quiet(_ASSERT, code=test, mark=mark))
+            yield result.output.strip().endswith(mark), result.seconds
     finally:
         session.close()
 

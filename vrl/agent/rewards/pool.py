@@ -15,6 +15,7 @@ import pickle
 import selectors
 import time
 from collections import deque
+from dataclasses import replace
 from typing import final
 
 from vrl.agent.child_process import ChildProcess
@@ -112,7 +113,7 @@ class RewardPool:
             )
         self._time_limit_seconds = time_limit_seconds
         self._start_limit_seconds = start_limit_seconds
-        self._spec_frame = frame(pickle.dumps(spec))
+        self._spec_frame = frame(pickle.dumps(replace(spec, time_limit_seconds=time_limit_seconds)))
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[tuple[PendingReward, bytes]] = deque()
         self._processes: list[_Process] = []

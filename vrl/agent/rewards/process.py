@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 
 from vrl.agent.child_process import serve_parent
-from vrl.agent.rewards.code_runner import provide_code_runner
+from vrl.agent.rewards.code_runner import grading_sandbox, provide_code_runner
 from vrl.agent.rewards.scoring import make_scorer
 from vrl.agent.rewards.types import RewardRequest, RewardSpec, Score
 from vrl.agent.rewards.wire import frame, read_frame
@@ -28,7 +28,7 @@ def main() -> None:
     if spec_payload is None:
         return
     spec: RewardSpec = pickle.loads(spec_payload)
-    provide_code_runner(partial(make_runner, spec.sandbox))
+    provide_code_runner(partial(make_runner, grading_sandbox(spec)), spec.time_limit_seconds / 2)
     try:
         scorer = make_scorer(spec)
     except ConfigError as error:

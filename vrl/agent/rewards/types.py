@@ -1,5 +1,6 @@
 """Values that travel between a rollout worker and its reward processes."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ class RewardSpec:
     With `function_path` a user's function scores every row (`custom_reward_function.path`, `.name`, `.reward_kwargs`);
     without it the rule of the row's data source does. `data_sources` are those the run will see: their rules are found
     at start, so that an unknown one is reported before training. `function_kwargs` go to whichever function scores.
-    `sandbox` says where rules run a model's code.
+    `sandbox` says where rules run a model's code. The pool sets `time_limit_seconds`, what one request may take.
     """
 
     data_sources: tuple[str, ...] = ()
@@ -26,6 +27,7 @@ class RewardSpec:
     function_name: str = "compute_score"
     function_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    time_limit_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

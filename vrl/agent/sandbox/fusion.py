@@ -110,7 +110,7 @@ class FusionRunner:
         return FusionSession(self._client, self._config, images)
 
     def run_program(self, code: str, standard_input: str = "") -> CellResult:
-        """Run a whole Python program once, as graders of code with test cases do."""
+        """Run a whole Python program once; the error of one that fails has the last line of its standard error."""
         config = self._config
         began = time.monotonic()
         body = {
@@ -122,12 +122,12 @@ class FusionRunner:
         }
         answer = self._client.post("/run_code", body, config.cell_seconds)
         result = _object(answer.get("run_result"))
-        output = f"{_text(result.get('stdout'))}{_text(result.get('stderr'))}"
-        error = None
+        output, error = _text(result.get("stdout")), None
         if result.get("status") == _TIME_OVER:
             error = f"TimeoutError: the program ran over {config.cell_seconds:g} s"
         elif answer.get("status") != "Success":
-            error = f"the program ended with exit code {result.get('return_code')}"
+            last_line = (_text(result.get("stderr")).strip().splitlines() or [""])[-1][: config.output_chars]
+            error = f"the program ended with exit code {result.get('return_code')}: {last_line}"
         seconds = time.monotonic() - began
         return CellResult(output=_cut(output, config.output_chars), error=error, seconds=seconds, lost=True)
 

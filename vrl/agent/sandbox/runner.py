@@ -2,14 +2,14 @@
 
 from vrl.agent.sandbox.fusion import FusionRunner
 from vrl.agent.sandbox.local import LocalRunner
-from vrl.agent.sandbox.types import CodeRunner
+from vrl.agent.sandbox.types import ProgramRunner
 from vrl.protocol.config.sandbox import SandboxConfig
 from vrl.protocol.errors import SandboxError
 
 _QUESTION, _ANSWER = "print(6 * 7)", "42\n"
 
 
-def make_runner(config: SandboxConfig) -> CodeRunner:
+def make_runner(config: SandboxConfig) -> ProgramRunner:
     """Return the runner of `config.kind`; it starts in the background. One a process serves all its threads."""
     return FusionRunner(config) if config.kind == "remote" else LocalRunner(config)
 

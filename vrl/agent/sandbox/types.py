@@ -39,3 +39,15 @@ class CodeRunner(Protocol):
     def close(self) -> None:
         """End all sessions and the warm processes."""
         ...
+
+
+class ProgramRunner(CodeRunner, Protocol):
+    """Runs whole programs too, as graders of code do."""
+
+    def run_program(self, code: str, standard_input: str = "") -> CellResult:
+        """Run a Python program once; `output` is its standard output.
+
+        `error` is set when it ends with an exception or another exit status than 0, or at a limit. Raises SandboxError
+        only when no sandbox can be had.
+        """
+        ...
