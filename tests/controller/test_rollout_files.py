@@ -77,6 +77,22 @@ def test_a_row_is_readable(trajectory: Make, tmp_path: Path):
     assert [(path.parent / name).read_bytes() for name in images] == [PNG, JPEG]
 
 
+def test_what_json_cannot_hold_is_replaced(trajectory: Make, tmp_path: Path):
+    row = trajectory(
+        response_text="half a pair \ud800 \u00f6",
+        score_extra={"pred": "\udfff", "NaN": float("inf")},
+        turn_rewards=(0.0,),
+        turn_info=({"x": float("nan"), "y": np.array([1.0, np.nan])},),
+    )
+    path = RolloutFiles(tmp_path).write(step_of([row], []), 1)
+    (written,) = [
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    assert written["response_text"] == "half a pair ? \u00f6"
+    assert written["score_extra"] == {"pred": "?", "NaN": None}
+    assert written["turn_info"] == [{"x": None, "y": [1.0, None]}]
+
+
 def test_two_images_side_by_side_stay_two(trajectory: Make, tmp_path: Path):
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     path = RolloutFiles(tmp_path).write(step_of([trajectory(prompt_text=f"{mark}{mark}?")], []), 1)

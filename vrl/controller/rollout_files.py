@@ -82,7 +82,7 @@ class RolloutFiles:
         part = path.with_name(f"{path.name}.tmp")
         with part.open("w", encoding="utf-8") as file:
             for row in (*self._objects(rows, step, scored=True), *self._objects(failed, step, scored=False)):
-                file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+                file.write(_line(row))
         part.replace(path)
         return path
 
@@ -125,6 +125,16 @@ class RolloutFiles:
         if not path.exists() or path.stat().st_size != len(data):  # a kill may have left half of it
             path.write_bytes(data)
         return name
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return a row as one line of JSON. What a model or a reward wrote is kept as far as JSON and UTF-8 have it."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:  # NaN and infinity are null
+        plain = json.loads(json.dumps(row, default=_plain), parse_constant=lambda _: None)
+        text = json.dumps(plain, ensure_ascii=False)
+    return text.encode(errors="replace").decode() + "\n"
 
 
 def _plain(value: Any) -> Any:
