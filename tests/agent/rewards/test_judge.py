@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.broken_server import BROKEN, broken_server
 from vrl.agent.rewards.judge import Judge, JudgeSettings, read_score
 from vrl.agent.rewards.registry import find_rule
 from vrl.protocol.errors import ConfigError, RewardError
@@ -102,6 +103,24 @@ def test_retries_and_what_is_not_retried(url: str) -> None:
         Judge(settings("localhost:80"))
 
 
+def test_a_reply_without_a_score_is_asked_for_again(url: str, tmp_path: Path) -> None:
+    Server.reply = "I cannot say"
+    judge = Judge(settings(url, cache_dir=str(tmp_path)))
+    with pytest.raises(RewardError, match="gave no score: 'I cannot say'"):
+        judge.score("q", "t", "a")
+    Server.reply = "Score: 1"
+    assert judge.score("q", "t", "a") == 1.0
+    assert len(Server.asked) == 2
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_an_answer_that_breaks_off_is_tried_again(answer: bytes) -> None:
+    with broken_server(answer) as (address, asked):
+        with pytest.raises(RewardError, match="does not answer"):
+            Judge(settings(address, max_retries=1)).score("q", "t", "a")
+        assert len(asked) == 2
+
+
 def test_the_rate_holds_over_threads(url: str) -> None:
     judge = Judge(settings(url, requests_per_second=20.0))
     start = time.monotonic()
@@ -126,6 +145,28 @@ def test_the_rate_holds_over_threads(url: str) -> None:
         ("no", 0.0),
         ("0", 0.0),
         ("Perhaps", None),
+        ("Score: 1e-1", 0.1),
+        ("Score: .5", 0.5),
+        ("Score: -0.5", 0.0),
+        ("Score: 1/10", 0.1),
+        ("Score: 8 / 10.", 0.8),
+        ("Score: 8 out of 10", 0.8),
+        ("Score: 1.", 1.0),
+        ("Score: 10", 1.0),
+        ("0.5", 0.5),
+        (".5", 0.5),
+        ("**0.5**", 0.5),
+        ("10", 1.0),
+        ("3/4", 0.75),
+        ("1, they are the same", 1.0),
+        ("Score: 0,5", None),
+        ("0,5", None),
+        ("Score: 50%", None),
+        ("Score: 1/x", None),
+        ("Score: 1/0", None),
+        ("Score: 1.2.3", None),
+        ("Score: 1x", None),
+        ("2 of them are right", None),
         ("", None),
         ("score" * 10000, None),
     ],

@@ -6,6 +6,7 @@ from itertools import pairwise
 import PIL.Image
 import pytest
 
+from tests.agent.broken_server import BROKEN, broken_server
 from tests.agent.sandbox.fusion_server import FusionServer, serving
 from vrl.agent.sandbox.fusion import FusionRunner
 from vrl.agent.sandbox.runner import probe
@@ -87,6 +88,15 @@ def test_a_server_that_stays_in_trouble_is_no_fault_of_the_code(failures: tuple[
         with pytest.raises(SandboxError, match=said):
             session.run("1")
         assert len(server.requests) == tries
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_an_answer_that_breaks_off_is_tried_again(answer: bytes):
+    with broken_server(answer) as (address, asked):
+        runner = FusionRunner(SandboxConfig(kind="remote", url=address, rate=1000.0), first_pause_seconds=0.01)
+        with pytest.raises(SandboxError, match="gives no answer"):
+            runner.session().run("1")
+        assert len(asked) == 4
 
 
 def test_requests_keep_to_the_rate():

@@ -6,12 +6,14 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent.broken_server import BROKEN, broken_server
 from tests.agent.episodes import call, prompt, texts
 from vrl.agent.environments.tool_calls import ToolKind, TurnLimits
 from vrl.agent.tools.registry import build_tool
@@ -146,3 +148,15 @@ def test_a_retrieval_server(url: str) -> None:
     kind.close()
     with pytest.raises(ConfigError, match="no http address"):
         build_tool("retriever", {"retrieval_service_url": "file:///etc/passwd"}, ToolResources())
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_an_answer_that_breaks_off_is_tried_again(answer: bytes) -> None:
+    with broken_server(answer) as (address, asked):
+        tool = build_tool("retriever", {"retrieval_service_url": address, "max_retries": 1}, ToolResources())
+        answering = tool.start(prompt(), {}).call({"query": "a"})
+        assert isinstance(answering, Future)
+        with pytest.raises(ToolFailure, match="does not answer"):
+            answering.result()
+        tool.close()
+        assert len(asked) == 2

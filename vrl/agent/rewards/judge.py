@@ -1,6 +1,7 @@
 """A language model as judge, over any server with OpenAI's chat interface."""
 
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -24,8 +25,12 @@ Question: {question}
 Right answer: {ground_truth}
 Answer to judge: {answer}
 """
-_SCORE: Final = re.compile(r"score[^\w-]{0,5}(-?[0-9]+(?:\.[0-9]+)?)", re.IGNORECASE)
+_NUMBER: Final = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
+# A number or a fraction, whole: nothing follows that could belong to it ("0,5", "1/x", "50%", "1.2.3").
+_VALUE: Final = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?(?!\s*[/%]|\s*out of|\w|[.,][0-9])")
+_MARK: Final = re.compile(r"score[^\w.+-]{0,5}(?=[-+]?\.?[0-9])", re.IGNORECASE)
 _WORDS: Final = {"yes": 1.0, "correct": 1.0, "true": 1.0, "no": 0.0, "incorrect": 0.0, "false": 0.0, "1": 1.0, "0": 0.0}
+_AROUND: Final = " .,:;!*`\"'"
 _RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _SLOT: Final = re.compile(r"\{(question|ground_truth|answer)\}")
 _MAX_CHARACTERS: Final = 4000  # of each part of the question
@@ -41,7 +46,7 @@ class JudgeSettings:
     model: str
     prompt: str = PROMPT  # with {question}, {ground_truth}, {answer}
     api_key_env: str = "OPENAI_API_KEY"  # name of the environment variable that holds the key; unset: none is sent
-    requests_per_second: float = 5.0  # of this process
+    requests_per_second: float = 5.0  # of this process; every rollout worker has reward_model.num_workers of them
     timeout: float = 20.0  # seconds a request
     max_retries: int = 4
     max_tokens: int = 64  # of the reply
@@ -70,13 +75,9 @@ class Judge:
         """
         values = {"question": question, "ground_truth": ground_truth, "answer": answer}
         prompt = _SLOT.sub(lambda slot: values[slot[1]][:_MAX_CHARACTERS], self._settings.prompt)
-        reply = self._reply(prompt)
-        score = read_score(reply)
-        if score is None:
-            raise RewardError(f"the judge {self._settings.model} gave no score: {reply[:200]!r}")
-        return score
+        return self._score(prompt)
 
-    def _reply(self, prompt: str) -> str:
+    def _score(self, prompt: str) -> float:
         request = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -85,11 +86,16 @@ class Judge:
         }
         body = json.dumps(request, sort_keys=True).encode()
         key = hashlib.sha256(self._settings.base_url.encode() + b"\n" + body).hexdigest()
-        reply = self._remembered(key)
-        if reply is None:
-            reply = self._ask(body)
-            self._remember(key, reply)
-        return reply
+        known = self._remembered(key)
+        score = None if known is None else read_score(known)
+        if score is not None:
+            return score
+        reply = self._ask(body)
+        score = read_score(reply)
+        if score is None:  # not remembered: the next try may bring one
+            raise RewardError(f"the judge {self._settings.model} gave no score: {reply[:200]!r}")
+        self._remember(key, reply)
+        return score
 
     def _ask(self, body: bytes) -> str:
         headers = {"Content-Type": "application/json"}
@@ -103,7 +109,7 @@ class Judge:
                 with urllib.request.urlopen(sent, timeout=self._settings.timeout) as answer:
                     content = json.loads(answer.read(_MAX_REPLY_BYTES))["choices"][0]["message"]["content"]
                     return str(content or "")
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code not in _RETRIED
                 if refused or attempt == self._settings.max_retries:
                     raise RewardError(f"the judge at {url} does not answer: {error}") from error
@@ -139,12 +145,26 @@ class Judge:
 
 
 def read_score(reply: str) -> float | None:
-    """Return the last `Score: x` of a reply, held within 0 and 1, or what its first word says; None for neither."""
-    marked = _SCORE.findall(reply)
-    if marked:
-        return min(max(float(marked[-1]), 0.0), 1.0)
-    words = reply.strip().lower().split(maxsplit=1)
-    return _WORDS.get(words[0].strip(".,:;!*\"'")) if words else None
+    """Return the last `Score: x` of a reply, held within 0 and 1; without one its first line, if that is a number.
+
+    Else what its first word says (yes, no, ...). A score may be a fraction, as 8/10. None for what is no whole number:
+    it is never read in part.
+    """
+    marks = list(_MARK.finditer(reply))
+    if marks:
+        return _held(_VALUE.match(reply, marks[-1].end()))
+    lines = reply.strip().lower().splitlines()
+    if not lines:
+        return None
+    number = _VALUE.fullmatch(lines[0].strip(" *`\"'"))
+    return _held(number) if number else _WORDS.get(lines[0].split(maxsplit=1)[0].strip(_AROUND))
+
+
+def _held(value: re.Match[str] | None) -> float | None:
+    if value is None:
+        return None
+    whole = 1.0 if value[2] is None else float(value[2])
+    return None if whole <= 0 else min(max(float(value[1]) / whole, 0.0), 1.0)
 
 
 @cache

@@ -8,6 +8,7 @@ Images come back when a cell shows them; image files that it saves stay on the s
 
 import base64
 import binascii
+import http.client
 import io
 import json
 import logging
@@ -66,7 +67,11 @@ class FusionClient:
                 if error.code not in _RETRIED_STATUS:
                     break
                 continue
-            except (OSError, ValueError) as error:  # no connection, cut off, over its time, no JSON
+            except (
+                OSError,
+                http.client.HTTPException,
+                ValueError,
+            ) as error:  # no connection, cut off, over its time, no JSON
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if answer.get("status") != "SandboxError":

@@ -1,5 +1,6 @@
 """Search as a tool: over a corpus on this machine (BM25), or by a retrieval server (Search-R1's protocol)."""
 
+import http.client
 import json
 import time
 import urllib.request
@@ -144,7 +145,7 @@ def _post(url: str, request: Mapping[str, Any], timeout_seconds: float, retries:
             sent = urllib.request.Request(url, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(sent, timeout=timeout_seconds) as answer:
                 return json.loads(answer.read(_MAX_ANSWER_BYTES))
-        except (OSError, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             if attempt == retries:
                 raise ToolFailure(f"the retriever {url} does not answer: {error}") from error
             time.sleep(min(0.2 * 2**attempt, 5.0))

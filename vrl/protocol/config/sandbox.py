@@ -19,4 +19,4 @@ class SandboxConfig:
     image_pixels: int = 1_048_576  # pixels of such an image; larger ones are made smaller
     pool_size: int = 4  # interpreters kept ready in a process that runs tools
     url: str | None = None  # of the Sandbox Fusion server, for kind=remote
-    rate: float = 10.0  # requests a second to that server and process
+    rate: float = 10.0  # requests a second to that server from each process: every rollout worker has several
