@@ -7,8 +7,10 @@ import numpy
 import PIL.Image
 import pytest
 
+from tests.agent.sandbox.conftest import odd_images
 from vrl.agent.sandbox.local import LocalRunner, LocalSession
 from vrl.agent.sandbox.types import CellResult
+from vrl.agent.tools.pictures import open_picture
 
 
 @pytest.fixture
@@ -148,6 +150,42 @@ plt.figure(figsize=(1, 2)); plt.plot([2, 1])
     )
     assert [opened(image).getpixel((0, 0)) for image in blue.images] == [(255, 255, 255)]  # transparent on white
     assert session.run("1").images == ()
+
+
+@pytest.mark.parametrize("settings", ["dpi=50", "bbox_inches='tight'", "dpi=200, format='png'"])
+def test_a_figure_that_is_saved_and_shown_is_one_picture(session: LocalSession, settings: str):
+    start = "import matplotlib.pyplot as plt\nplt.figure(figsize=(2, 1)); plt.plot([1, 2])\n"
+    shown = session.run(f"{start}plt.savefig('a.png', {settings})\nplt.show()")
+    well(shown)
+    assert len(shown.images) == 1
+    assert len(session.run(f"{start}plt.savefig('a.png', {settings})").images) == 1
+    changed = session.run(f"{start}plt.savefig('a.png', {settings})\nplt.plot([3, 1])\nplt.show()")
+    assert len(changed.images) == 2
+    two = session.run(f"{start}plt.savefig('a.png', dpi=50)\nplt.figure(figsize=(1, 2))\nplt.savefig('a.png', dpi=50)")
+    assert [opened(image).size for image in two.images] == [(200, 100), (50, 100)]  # the second took the file
+
+
+def test_images_in_folders_and_of_failed_cells_come_back(session: LocalSession):
+    code = """
+import os
+from PIL import Image
+os.makedirs("out/deep"); os.makedirs(".cache")
+Image.new("RGB", (7, 7)).save("out/deep/a.png"); Image.new("RGB", (6, 6)).save(".cache/b.png")
+"""
+    assert [opened(image).size for image in session.run(code).images] == [(7, 7)]
+    failed = session.run("Image.new('RGB', (5, 5)).save('c.png')\n1 / 0")
+    assert (failed.error or "").endswith("ZeroDivisionError: division by zero")
+    assert [opened(image).size for image in failed.images] == [(5, 5)]
+    assert [opened(i).size for i in session.run("Image.new('L', (4, 4)).save('d.png')\nexit()").images] == [(4, 4)]
+
+
+def test_images_of_the_prompt_are_what_the_model_sees(runner: LocalRunner):
+    images = odd_images()
+    session = runner.session(images)
+    for number, data in enumerate(images, 1):
+        assert opened(session.run(f"image_{number}").images[0]).tobytes() == open_picture(data).tobytes()
+        assert well(session.run(f"image_{number}.mode, image_{number}.size")) == f"('RGB', {open_picture(data).size})\n"
+    session.close()
 
 
 def test_images_are_limited_in_number_and_size(session: LocalSession):

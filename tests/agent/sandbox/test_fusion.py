@@ -7,9 +7,11 @@ import PIL.Image
 import pytest
 
 from tests.agent.broken_server import BROKEN, broken_server
+from tests.agent.sandbox.conftest import odd_images
 from tests.agent.sandbox.fusion_server import FusionServer, serving
 from vrl.agent.sandbox.fusion import FusionRunner
 from vrl.agent.sandbox.runner import probe
+from vrl.agent.tools.pictures import open_picture
 from vrl.protocol.config.sandbox import SandboxConfig
 from vrl.protocol.errors import SandboxError
 
@@ -55,6 +57,15 @@ def test_images_go_there_and_come_back_within_their_limits():
         assert image.size == (115, 86)
         with pytest.raises(SandboxError, match="image of a prompt"):
             runner_of(server).session([b"no image"])
+
+
+def test_images_go_there_as_the_model_sees_them():
+    images = odd_images()
+    with serving() as server:
+        session = runner_of(server).session(images)
+        for number, data in enumerate(images, 1):
+            (back,) = session.run(f"image_{number}").images
+            assert PIL.Image.open(io.BytesIO(back)).convert("RGB").tobytes() == open_picture(data).tobytes()
 
 
 def test_a_whole_program_gets_its_input():

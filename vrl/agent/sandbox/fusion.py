@@ -22,6 +22,7 @@ from typing import Any, final
 import PIL.Image
 
 from vrl.agent.sandbox.types import CellResult
+from vrl.agent.tools.pictures import PictureError, as_png, open_picture
 from vrl.protocol.config.sandbox import SandboxConfig
 from vrl.protocol.errors import SandboxError
 
@@ -214,16 +215,11 @@ def _guarded(code: str) -> str:
 
 
 def _as_png(data: bytes) -> str:
-    """Return an image file as PNG, base64. Raises SandboxError when it is none."""
+    """Return an image file as a PNG of what the policy's model sees, base64. Raises SandboxError when it is none."""
     try:
-        with PIL.Image.open(io.BytesIO(data)) as image:
-            if image.format != "PNG":
-                file = io.BytesIO()
-                image.save(file, "PNG", compress_level=1)
-                data = file.getvalue()
-    except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
+        return base64.b64encode(as_png(open_picture(data))).decode()
+    except PictureError as error:
         raise SandboxError(f"an image of a prompt cannot be sent to the code sandbox: {error}") from error
-    return base64.b64encode(data).decode()
 
 
 def _checked_image(encoded: str, max_pixels: int) -> list[bytes]:

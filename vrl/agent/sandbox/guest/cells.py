@@ -12,18 +12,19 @@ import linecache
 import os
 import signal
 import socket
+import struct
 import sys
 import traceback
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, final
 
 import PIL.Image
+import PIL.ImageOps
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from vrl.agent.sandbox.guest.frames import FrameReader, encode_frame, read_frame
-from vrl.agent.sandbox.guest.pictures import Pictures, take_over_show
+from vrl.agent.sandbox.guest.pictures import Pictures, opaque, take_over_show
 
 _MAX_CODE_BYTES = 1 << 22
 _MAX_INPUT_BYTES = 1 << 28
@@ -46,15 +47,14 @@ class Interpreter:
         self.variables.update(__builtins__=builtins, display=self._show)
 
     def load_images(self, images: list[bytes]) -> None:
-        """Write the images as image_1.png, ... and name them image_1, ...; their pixels are read when used."""
+        """Write the images as image_1.png, ... and name them image_1, ...; their pixels are read when used.
+
+        They are what the policy's model sees: RGB, upright, on white.
+        """
         for number, data in enumerate(images, 1):
             name = f"image_{number}.png"
             with PIL.Image.open(io.BytesIO(data)) as image:
-                if image.format != "PNG":
-                    file = io.BytesIO()
-                    image.save(file, "PNG", compress_level=1)
-                    data = file.getvalue()
-            Path(name).write_bytes(data)
+                opaque(PIL.ImageOps.exif_transpose(image)).save(name, "PNG", compress_level=1)
             self.variables[f"image_{number}"] = PIL.Image.open(name)
 
     def run(self, code: str) -> str | None:
@@ -67,9 +67,7 @@ class Interpreter:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                self._execute(code)
-                self._pictures.show_open_figures()
-                self._pictures.show_new_files()
+                self._execute_and_show(code)
             finally:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         except SystemExit as end:
@@ -80,6 +78,15 @@ class Interpreter:
             os._exit(0 if error is None else 1)
         self._end_cell()
         return error
+
+    def _execute_and_show(self, code: str) -> None:
+        try:
+            self._execute(code)
+        except (Exception, SystemExit):  # not an interrupt, which leaves no time
+            with contextlib.suppress(Exception):
+                self._pictures.show_rest()
+            raise
+        self._pictures.show_rest()
 
     def _execute(self, code: str) -> None:
         name = f"<cell {self._cells}>"
@@ -163,6 +170,6 @@ def serve(channel: socket.socket, interpreter: Interpreter, pictures: Pictures) 
 def _load(interpreter: Interpreter, images: list[bytes]) -> str | None:
     try:
         interpreter.load_images(images)
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, PIL.Image.DecompressionBombError) as error:
         return f"{type(error).__name__}: {error}"
     return None
