@@ -103,6 +103,57 @@ def test_code_tags(text: str, expected: list[dict[str, Any]]) -> None:
     assert [plain(action) for action in parse_code_tags(text).actions] == expected
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nprint(1)\n```",
+        "Sure: ```python\nprint(1)\n```",
+        "````python\nprint(1)\n````",
+        "```python title=a\nprint(1)\n```",
+        "```{.python}\nprint(1)\n```",
+        "``` Python \r\nprint(1)\r\n```\r\n",
+        "~~~python\nprint(1)\n~~~",
+        "1. First:\n\n      ```python\n      print(1)\n      ```\n2. Then",
+        "- ```py\n  print(1)\n  ```",
+        "\t```python\n\tprint(1)\n\t```",
+        "```text\nprint(2)\n```\n```python\nprint(1)\n```\n```\nx = 1\n```",  # what it expects to be printed
+        "```json\n{}\n```\n```\nprint(1)\n```",
+    ],
+)
+def test_fences_of_many_kinds(text: str) -> None:
+    assert [plain(action) for action in parse_fenced_code(text).actions] == [{"code": "print(1)"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```json\n[1]\n```",
+        "```output\nx = 1\n```",
+        "```text\nprint(1)\n```",
+        "~~~text\n```python\nprint(1)\n```\n~~~",
+        "```\n42\n```",
+        "```\nThe answer is 4\n```",
+        "```\nOutput: 5\n```",
+        '```\n{"a": [1, 2]}\n```',
+        "I would write it in ```python",
+        "```\n" + "(" * 10_000 + "\n```",
+        "```\n" + "-" * 10_000 + "f()\n```",
+    ],
+)
+def test_what_is_no_code(text: str) -> None:
+    parsed = parse_fenced_code(text)
+    assert (parsed.actions, parsed.content) == ((), text)
+
+
+def test_a_fence_closes_where_it_was_opened() -> None:
+    code = 'text = """\n    ```\n"""\nprint(text)'
+    assert [plain(action) for action in parse_fenced_code(f"```python\n{code}\n```").actions] == [{"code": code}]
+    code = 'text = """\n```\n"""'
+    for fence in ("````", "~~~"):
+        found = parse_fenced_code(f"{fence}python\n{code}\n{fence}").actions
+        assert [plain(action) for action in found] == [{"code": code}]
+
+
 def test_fences_of_other_languages_hide_what_they_hold() -> None:
     text = "````\n```text\n```python\nnot this\n```\n```py\nthis\n```"
     parsed = parse_fenced_code("```text\n```python\nnot this\n```\n```py\nthis\n```")
@@ -122,6 +173,15 @@ SLOW = [
     "<answer>",
     "```python\n",
     "```x\n",
+    "```\n",
+    "`",
+    "~~~ ",
+    "~~~`",
+    "a ```python\n",
+    "````python\n```\n",
+    "- - 1. ",
+    "```\nf()\n```\n",
+    "```\n(",
     "   ```",
     "<code>```p\n</code>",
     "<code>```p\n```\n x",
