@@ -131,10 +131,13 @@ def test_parts_are_weighted_added_and_kept() -> None:
     result = returned("combined", "<answer>New York City</answer>", "New York", parts=parts)
     assert result == {
         "score": pytest.approx(0.5 * 0.8 + 0.2),
-        "token_f1": pytest.approx(0.8),
+        "token_f1": pytest.approx(0.4),
+        "token_f1/score": pytest.approx(0.8),
         "token_f1/acc": 0.0,
-        "form": 1.0,
+        "form": 0.2,
+        "form/score": 1.0,
         "exact_match": 0.0,
+        "exact_match/score": 0.0,
     }
     for wrong, message in (([], "needs reward_kwargs.parts"), ([parts[0]] * 2, "two parts"), ([{"rule": "x"}], "'x'")):
         with pytest.raises(ConfigError, match=message):
@@ -146,3 +149,21 @@ def test_a_built_in_rule_for_every_row() -> None:
     assert function(data_source="anything", solution_str="Paris", ground_truth="Paris", extra_info=None) == 1.0
     with pytest.raises(ConfigError, match="no reward rule for data source 'exactly'"):
         load_user_function(RewardSpec(function_path="vrl:exactly"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        ("combined", {}, "needs parts"),
+        ("combined", {"parts": [{"rule": "exactly"}]}, "no reward rule for data source 'exactly'"),
+        ("combined", {"parts": [{"weight": 1.0}]}, r"parts\[0\] names no rule"),
+        ("combined", {"parts": [{"rule": "arc", "kwargs": {"partal": True}}]}, "Did you mean partial"),
+        ("llm_judge", {"base_urll": "http://x/v1", "model": "m"}, "Did you mean base_url"),
+        ("llm_judge", {"model": "m"}, "needs base_url"),
+        ("code_tests", {"continous": True}, "Did you mean continuous"),
+        ("tiny/visual", {"x": 1}, "has no setting 'x'. It has: none"),
+    ],
+)
+def test_settings_that_a_built_in_rule_does_not_have(rule: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_user_function(RewardSpec(function_path=f"vrl:{rule}", function_kwargs=settings))

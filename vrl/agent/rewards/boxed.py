@@ -19,7 +19,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every pr
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _MAX_SYMBOLIC_CHARACTERS = 200
 _HARD_FOR_SYMPY = re.compile(
-    r"\^\s*\{[^}]*(?:\^|[0-9]{3})|\^.*\^.*\^|\)\s*\^\s*\{?\s*[0-9]{2}|\*\*|[0-9]{16}|!|\\(?:sum|prod|int|lim|binom)"
+    r"\^\s*\{?\s*\w+\s*\}?\s*\^|\^\s*\{[^}]*(?:\^|[0-9]{3})|\^.*\^.*\^|\)\s*\^\s*\{?\s*[0-9]{2}|\*\*|[0-9]{16}|!|\\(?:sum|prod|int|lim|binom)"
 )
 _REWRITES = tuple(
     (re.compile(pattern), replacement)

@@ -11,7 +11,7 @@ from vrl.protocol.errors import ConfigError
 def compute_score(
     *, solution_str: str, ground_truth: Any, extra_info: Any = None, parts: Sequence[Mapping[str, Any]] = (), **_: Any
 ) -> dict[str, Any]:
-    """Return the sum of weight times score over `parts`, with each part's score under its name.
+    """Return the sum over `parts` of weight times score: that stands under a part's name, its score under `name/score`.
 
     A part is `{rule, weight, name, kwargs}`: `rule` is a data source that has one; weight 1, the rule as name and no
     keyword arguments by default. Other numbers that a part returns stand under `name/key`. Raises ConfigError when
@@ -34,7 +34,7 @@ def compute_score(
             **(part.get("kwargs") or {}),
         )
         beside = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
-        result[name] = float(beside.pop("score"))
+        result[name] = float(part.get("weight", 1.0)) * float(beside["score"])
         result |= {f"{name}/{key}": value for key, value in beside.items()}
-        total += float(part.get("weight", 1.0)) * result[name]
+        total += result[name]
     return {"score": total, **result}

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from vrl.agent.rewards.registry import find_rule
+from vrl.agent.rewards.settings import check_rule_settings
 from vrl.agent.rewards.types import RewardFunction, RewardSpec
 from vrl.protocol.errors import ConfigError
 
@@ -21,7 +22,9 @@ def load_user_function(spec: RewardSpec) -> RewardFunction:
     missing, the import fails, or the function cannot be called with verl's arguments and `reward_kwargs`.
     """
     if (spec.function_path or "").startswith(_BUILT_IN):
-        function = find_rule((spec.function_path or "").removeprefix(_BUILT_IN))
+        rule = (spec.function_path or "").removeprefix(_BUILT_IN)
+        check_rule_settings(rule, spec.function_kwargs, "custom_reward_function.reward_kwargs")
+        function = find_rule(rule)
         _check_signature(function, spec)
         return function
     path = Path(spec.function_path or "").expanduser().resolve()
