@@ -163,7 +163,8 @@ def take_over_show(pictures: Pictures) -> None:
     ]
     for owner, function in replace:
         owner.show = function
-    Figure.savefig = save
+    figures: Any = Figure
+    figures.savefig = save
 
 
 def opaque(image: PIL.Image.Image) -> PIL.Image.Image:
