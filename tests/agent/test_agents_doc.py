@@ -79,7 +79,8 @@ def test_the_reward() -> None:
     custom = build(REWARD).custom_reward_function
     spec = RewardSpec(function_path=custom.path, function_kwargs=custom.reward_kwargs)
     request = RewardRequest("anything", "<answer>Paris</answer> it is", "Paris")
-    assert make_scorer(spec)(request) == Score(0.9, {"exact_match": 1.0, "format": 0.0})
+    parts = {"exact_match": 0.9, "exact_match/score": 1.0, "format": 0.0, "format/score": 0.0}
+    assert make_scorer(spec)(request) == Score(0.9, parts)
     named = re.findall(
         r"`([\w/*]+)`", "".join(re.findall(r"^\| (`(?:exact|format|arc|code_tests|llm|comb).*?) \|", PAGE, re.M))
     )
