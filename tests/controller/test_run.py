@@ -141,6 +141,15 @@ def test_ppo_with_critic_reference_and_several_updates(ppo: Path) -> None:
     assert abs(metrics_of(ppo)[1]["actor/reward_kl_penalty"]) > 1e-6
 
 
+def test_the_stages_of_each_role_are_seen(ppo: Path) -> None:
+    for line in (ppo / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        for call in ("old_log_prob", "ref", "values", "update_critic", "update_actor"):
+            assert 0 < step[f"timing_s/{call}/forward"] < step[f"timing_s/{call}"]
+            assert (f"timing_s/{call}/backward" in step) == call.startswith("update_")
+        assert not any(f"timing_s/{stage}" in step for stage in ("data", "forward", "backward", "optimizer"))
+
+
 @pytest.mark.long
 def test_ranks_that_share_sequences_train_alike(root: Path, ppo: Path) -> None:
     shared = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
