@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vrl.controller.compose import CONFIG_DIR, Composed, load, yaml_text
-from vrl.protocol.config.rules import KnownNames, Machine, check
+from vrl.protocol.config.rules import Machine, check
 
 CPU_DEFAULT = "tiny_vl_grpo"
 GPU_DEFAULT = "qwen2_5_vl_7b_geo3k_grpo"
@@ -45,6 +45,6 @@ def read(command: str, arguments: Sequence[str], here: Machine) -> tuple[str, Co
     if given.cfg:
         sys.stdout.write(yaml_text(composed.values))
         return None
-    for warning in check(composed.config, KnownNames(), here):
+    for warning in check(composed.config, here):
         sys.stderr.write(f"warning: {warning}\n")
     return Path(given.config_name).stem, composed
