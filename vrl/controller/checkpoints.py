@@ -69,6 +69,16 @@ class Checkpoints:
         trainer.restore(state)
         return int(state["global_step"])
 
+    def load_policy(self, trainer: Saved) -> int:
+        """Load the actor alone, which an evaluation needs, from the checkpoint the settings ask for; return its step.
+
+        Rows and critic may be others than those of the run.
+        """
+        folder = self._chosen()
+        if folder is not None:
+            trainer.learners()[0].load(folder / "actor")
+        return self.start_step()
+
     def start_step(self) -> int:
         """Return the step a run would go on from, without loading anything."""
         folder = self._chosen()

@@ -162,8 +162,8 @@ class Trainer:
         self.outputs.rollout_files.finish()
 
     def evaluate(self) -> None:
-        """Evaluate the present weights, once."""
-        self.global_step = self.outputs.checkpoints.resume(self)
+        """Evaluate the weights of the checkpoint that the settings ask for, once."""
+        self.global_step = self.outputs.checkpoints.load_policy(self)
         self.roles.actor.sync_weights_to(self.roles.rollout_group, self.policy_version)
         self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, self.global_step), self.global_step)
 
