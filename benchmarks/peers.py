@@ -222,9 +222,10 @@ def step_details(case: str, samples: Samples) -> Iterator[str]:
         seconds = Spread.of([sample["tree_s"] for sample in found]).median
         tokens = sum(sample["response_tokens"] for sample in found) / len(found)
         yield f"{case}, {name}: {ROWS / seconds:.1f} samples a CPU second, {tokens:.0f} response tokens a step."
+    update = [f"update_actor/{part}" for part in ("forward", "backward", "optimizer")]
     stages: dict[str, Any] = {
         stage: Spread.of([sample[f"timing_s/{stage}"] for sample in samples["vrl"]]).median
-        for stage in ("gen/engine", "gen", "update_actor", "forward", "backward", "optimizer", "update_weights", "step")
+        for stage in ("gen/engine", "gen", "update_actor", *update, "update_weights", "step")
     }
     yield f"{case}, vrl, wall: " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages.items()) + "."
 

@@ -1,4 +1,7 @@
-"""Where the time of a run's steps went, as medians after the first step: `run_shares.py RUN/metrics.jsonl`."""
+"""Where the time of a run's steps went, as medians after the first step: `run_shares.py RUN/metrics.jsonl`.
+
+The stages of learners are added up over all roles: a critic on processes of its own counts beside the actor's time.
+"""
 
 import json
 import statistics
@@ -6,20 +9,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+LEARNERS = ("reward_model", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+
+
+def of_learners(*stages: str) -> tuple[str, ...]:
+    """Return the names of stages in all calls of learners."""
+    return tuple(f"{call}/{stage}" for call in LEARNERS for stage in stages)
+
+
 STAGES = {
-    "engine (generation)": ["timing_s/gen/engine"],
-    "forward": ["timing_s/forward"],
-    "backward": ["timing_s/backward"],
-    "optimizer": ["timing_s/optimizer"],
-    "weight sync": ["timing_s/update_weights"],
-    "waiting for rewards": ["timing_s/reward"],
-    "turn loop, rendering, rows": ["timing_s/gen/loop"],
-    "advantages (driver)": ["timing_s/adv"],
+    "engine (generation)": ("gen/engine",),
+    "forward": of_learners("forward"),
+    "backward": of_learners("backward"),
+    "optimizer": of_learners("optimizer"),
+    "weight sync": ("update_weights",),
+    "waiting for rewards": ("reward",),
+    "turn loop, rendering, rows": ("gen/loop",),
+    "advantages (driver)": ("adv",),
 }
-WORK = ("gen/engine", "forward", "backward", "optimizer")
+WORK = ("gen/engine", *of_learners("forward", "backward", "optimizer"))
 # What workers report of themselves; the rest of a step is rows on their way, calls, and the driver.
-INSIDE = (*WORK, "gen/loop", "reward", "data", "metrics", "update_weights", "adv")
-CALLS = ("gen", "update_actor", "update_critic", "update_weights", "old_log_prob", "ref", "values")
+INSIDE = (*WORK, "gen/loop", "reward", *of_learners("data", "metrics", "offload"), "update_weights", "adv")
+CALLS = ("gen", *LEARNERS, "update_weights")
 
 
 def main() -> None:
@@ -28,8 +39,7 @@ def main() -> None:
     steps = [line for line in lines if line.get("training/global_step", 0) > 1 and "timing_s/step" in line]
     print(f"{len(steps)} steps, median {statistics.median(s['timing_s/step'] for s in steps):.2f} s")
     for title, names in STAGES.items():
-        shares = [sum(step.get(name, 0.0) for name in names) / step["timing_s/step"] for step in steps]
-        print(f"{title:28s} {100 * statistics.median(shares):5.1f} %")
+        print(f"{title:28s} {median_share(steps, names):5.1f} %")
     print(f"{'engine + learner':28s} {median_share(steps, WORK):5.1f} %")
     print(f"{'transport, calls, driver':28s} {median_share(steps, ('step',), minus=INSIDE):5.1f} %")
     print(f"{'driver between calls':28s} {median_share(steps, ('step',), minus=CALLS):5.1f} %")

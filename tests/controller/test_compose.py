@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from vrl.controller.compose import CONFIG_DIR, config_names, load, yaml_text
-from vrl.protocol.config.rules import KnownNames, Machine, check, check_heads
+from vrl.protocol.config.rules import Machine, check, check_heads
 from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
@@ -40,7 +40,7 @@ def test_every_config_file_is_checked():
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_config_file_is_composed_and_fits_its_machine(name: str):
     config = load(name).config
-    assert check(config, KnownNames(), MACHINES[name]) == ()
+    assert check(config, MACHINES[name]) == ()
     if MACHINES[name] is GPU_NODE:
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         check_heads(*HEADS_7B, size, "actor_rollout_ref.rollout.tensor_model_parallel_size")
@@ -65,7 +65,7 @@ def test_the_text_holds_every_key():
 def test_the_default_run_with_a_critic_only_needs_the_estimator():
     config = load("tiny_vl_grpo", ["algorithm.adv_estimator=gae"]).config
     assert config.needs_critic
-    assert check(config, KnownNames(), CPU) == ()
+    assert check(config, CPU) == ()
 
 
 def test_overrides_in_every_form():

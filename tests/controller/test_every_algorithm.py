@@ -20,7 +20,6 @@ import pytest
 from vrl.controller.checkpoints import Checkpoints
 from vrl.controller.compose import load
 from vrl.controller.evaluation import Evaluation
-from vrl.controller.launch import known_names
 from vrl.controller.prepare import prepare
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run import Started, role_names, run_length, started, trainer_over, training_sampling
@@ -29,6 +28,7 @@ from vrl.controller.tracking import Tracker
 from vrl.controller.trainer import Outputs
 from vrl.controller.worker_group import WorkerGroup
 from vrl.protocol.config.builder import fill
+from vrl.protocol.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 from vrl.protocol.config.rules import check
 
 pytestmark = pytest.mark.ray
@@ -57,7 +57,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 NEEDED = {"gdpo": {"gdpo_reward_keys": ["accuracy", "short"], "gdpo_reward_weights": [1.0, 0.1]}}
 NEEDED_BY_LOSS = {"dpo": {"rollout": {"n": 2}}}
-NAMES = known_names()
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def shared(root: Path) -> Iterator[Shared]:
 def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
     """Train from the first weights with some settings changed; return the metrics of the steps."""
     config = fill(shared.run.config, values)
-    assert check(config, NAMES) == ()
+    assert check(config) == ()
     learners = [role for role in role_names(config) if role != "rollout"]
     groups = shared.run.processes.build(learners, run_length(config, STEPS), config) | {"rollout": shared.rollout}
     shared.run.data.loader.load_state_dict(shared.first_row)
@@ -156,7 +155,7 @@ def test_a_name_on_the_command_line_trains(root: Path, settings: tuple[str, ...]
     assert all(("critic/reward_baselines/mean" in step) == ("remax" in settings[0]) for step in steps)
 
 
-@pytest.mark.parametrize("name", NAMES.adv_estimators)
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_every_advantage_estimator_trains(shared: Shared, name: str) -> None:
     algorithm = {"adv_estimator": name, **NEEDED.get(name, {})}
     steps = train(shared, {"algorithm": algorithm}, name)
@@ -164,7 +163,7 @@ def test_every_advantage_estimator_trains(shared: Shared, name: str) -> None:
     assert any(step["critic/advantages/max"] > step["critic/advantages/min"] for step in steps)
 
 
-@pytest.mark.parametrize("name", NAMES.policy_losses)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_trains(shared: Shared, name: str) -> None:
     settings = {"actor": {"policy_loss": {"loss_mode": name}}, **NEEDED_BY_LOSS.get(name, {})}
     steps = train(shared, {"actor_rollout_ref": settings}, f"loss_{name}")

@@ -7,32 +7,39 @@ import pytest
 
 from tests.models.reward_folders import build_reward_model
 from vrl.algorithms.advantages.registry import get_advantage, known_advantages
+from vrl.algorithms.aggregation import AGGREGATION_MODES
+from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
 from vrl.controller.launch import check_model, check_reward_model
 from vrl.controller.run import needs_old_log_probs, role_names
 from vrl.models.tiny import build_tiny_model
+from vrl.protocol.config import names
 from vrl.protocol.config.builder import build
-from vrl.protocol.config.rules import GROUP_ESTIMATORS
-from vrl.protocol.config.schema import GROUP_LOSSES, SUM_PI_SQUARED_ESTIMATORS, VALUE_ESTIMATORS
 from vrl.protocol.errors import ConfigError
 
 ONE_UPDATE = {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
 
 
-def test_the_settings_name_estimators_and_losses_as_the_registries_do():
-    estimators = {name: get_advantage(name) for name in known_advantages()}
-    assert {name for name, one in estimators.items() if one.needs_critic} == VALUE_ESTIMATORS
-    assert {name for name, one in estimators.items() if one.needs_sum_pi_squared} == SUM_PI_SQUARED_ESTIMATORS
-    assert set(GROUP_ESTIMATORS) <= estimators.keys()
+def test_the_settings_have_the_names_of_the_registries():
+    assert sorted(names.ADV_ESTIMATORS) == list(known_advantages())
+    assert sorted(names.POLICY_LOSSES) == list(known_policy_losses())
+    assert sorted(names.LOSS_AGG_MODES) == sorted(AGGREGATION_MODES)
+    assert sorted(names.KL_ESTIMATORS) == sorted(KL_ESTIMATORS)
+
+
+def test_the_settings_know_what_estimators_and_losses_need():
+    estimators = [get_advantage(name) for name in known_advantages()]
+    assert {one.name for one in estimators if one.needs_critic} == names.VALUE_ESTIMATORS
+    assert {one.name for one in estimators if one.needs_sum_pi_squared} == names.SUM_PI_SQUARED_ESTIMATORS
     losses = [get_policy_loss(name) for name in known_policy_losses()]
-    assert {loss.name for loss in losses if loss.needs_whole_groups} == GROUP_LOSSES
-    assert {loss.name for loss in losses if loss.needs_ref_log_probs} == GROUP_LOSSES
+    assert {loss.name for loss in losses if loss.needs_whole_groups} == names.GROUP_LOSSES
+    assert {loss.name for loss in losses if loss.needs_ref_log_probs} == names.GROUP_LOSSES
 
 
-@pytest.mark.parametrize("mode", [*sorted(GROUP_LOSSES), "vanilla"])
+@pytest.mark.parametrize("mode", [*sorted(names.GROUP_LOSSES), "vanilla"])
 def test_losses_against_the_reference_bring_one(mode: str):
     config = build({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}}}})
-    assert config.needs_reference == (mode in GROUP_LOSSES)
+    assert config.needs_reference == (mode in names.GROUP_LOSSES)
 
 
 @pytest.mark.parametrize(

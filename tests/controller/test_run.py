@@ -45,9 +45,9 @@ PPO = (
 OWN_POOL = ("critic.resource_pool.enable=True", "critic.resource_pool.n_gpus_per_node=1")
 
 
-def command(folder: Path, settings: Sequence[str]) -> list[str]:
+def command(folder: Path, settings: Sequence[str], name: str = "train") -> list[str]:
     run = ["--config-name", "tiny_vl_grpo", f"trainer.default_local_dir={folder}", *BASE, *settings]
-    return [sys.executable, "-m", "vrl.controller.cli", "train", *run]
+    return [sys.executable, "-m", "vrl.controller.cli", name, *run]
 
 
 def train(root: Path, name: str, settings: Sequence[str]) -> Path:
@@ -124,6 +124,29 @@ def test_a_finished_run_says_so_and_does_nothing(root: Path, first: Path) -> Non
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.parametrize("step", [4, 2])
+def test_an_evaluation_finds_what_the_run_found_and_leaves_it_alone(root: Path, first: Path, step: int) -> None:
+    def contents() -> dict[Path, bytes]:
+        inside = [path for path in first.rglob("*") if path.is_file() and "evaluations" not in path.parts]
+        return {path: path.read_bytes() for path in inside}
+
+    before = contents()
+    named = f"trainer.resume_from_path={first}/checkpoints/global_step_{step}"
+    settings = ["trainer.total_training_steps=4", "data.train_files=[]"]
+    settings += ["trainer.resume_mode=resume_path", named] if step != 4 else []
+    run = command(first, settings, "eval")
+    done = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert f"evaluating {first}/checkpoints/global_step_{step}\n" in done.stdout
+    (folder,) = (first / "evaluations").glob(f"global_step_{step}-*")
+    (found,) = metrics_of(folder)
+    (wanted,) = (line for line in metrics_of(first) if line["training/global_step"] == step)
+    assert any(name.startswith("val-core/") for name in found)
+    assert found == {name: wanted[name] for name in found}
+    assert (folder / "validation" / f"step_{step}.jsonl").is_file()
+    assert contents() == before
+
+
 @pytest.fixture(scope="module")
 def ppo(root: Path) -> Path:
     return train(root, "ppo", PPO)
@@ -139,6 +162,15 @@ def test_ppo_with_critic_reference_and_several_updates(ppo: Path) -> None:
     # The reference is the policy before the first update: no KL in the first step's reward, some in the second's.
     assert abs(metrics_of(ppo)[0]["actor/reward_kl_penalty"]) < 1e-5
     assert abs(metrics_of(ppo)[1]["actor/reward_kl_penalty"]) > 1e-6
+
+
+def test_the_stages_of_each_role_are_seen(ppo: Path) -> None:
+    for line in (ppo / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        for call in ("old_log_prob", "ref", "values", "update_critic", "update_actor"):
+            assert 0 < step[f"timing_s/{call}/forward"] < step[f"timing_s/{call}"]
+            assert (f"timing_s/{call}/backward" in step) == call.startswith("update_")
+        assert not any(f"timing_s/{stage}" in step for stage in ("data", "forward", "backward", "optimizer"))
 
 
 @pytest.mark.long

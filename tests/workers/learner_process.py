@@ -147,7 +147,7 @@ def per_token(columns: list[Ragged], names: tuple[str, ...], shared_by: int) -> 
 
 def measure_critic(context: BuildContext, mine: DataProto, members: list[int], way: Way) -> dict[str, Any]:
     learner = learner_of(context, load_value_model, way)
-    columns = learner.infer(mine, lambda module, packed, rows: [module(packed)])
+    columns, _ = learner.infer(mine, lambda module, packed, rows: [module(packed)])
     objective = ValueObjective(cliprange_value=0.5, mode="token-mean", norm_length=None)
     metrics = learner.update(mine, [members], objective)
     found = {"critic/vf_loss": metrics["critic/vf_loss"], "critic/grad_norm": metrics["grad_norm"]}
@@ -172,7 +172,7 @@ def measure(context: BuildContext, batch: DataProto, way: Way) -> dict[str, Any]
         outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want=Extra.ENTROPY)
         return [outputs.log_probs, outputs.entropy]
 
-    columns = per_token(learner.infer(mine, run), ("log_probs", "entropy"), way.shared_by)
+    columns = per_token(learner.infer(mine, run)[0], ("log_probs", "entropy"), way.shared_by)
     columns |= measure_critic(context, mine, list(range(len(mine))), way)
     before = weights(learner)
     metrics = learner.update(mine, [list(range(len(mine)))], objective)

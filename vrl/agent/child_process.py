@@ -7,6 +7,7 @@ such processes: they die with the thread that started them, so that thread must 
 import contextlib
 import ctypes
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -25,10 +26,10 @@ _PR_SET_PDEATHSIG = 1
 
 @final
 class ChildProcess:
-    """The parent's end: frames in and out without waiting."""
+    """The parent's end: frames in and out without waiting, when the selector given to `watch` says so."""
 
     def __init__(self, module: str, first_frame: bytes) -> None:
-        """Start `python -m module PARENT_PID` with the socket as its standard input, and send it a frame."""
+        """Start `python -m module PARENT_PID` with the socket as its standard input; the frame waits to be sent."""
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         with theirs:
@@ -38,9 +39,8 @@ class ChildProcess:
                 env=os.environ | _ONE_THREAD | {"PYTHONPATH": _python_path()},
                 start_new_session=True,  # Ctrl-C goes to the worker only; children of user code share the group
             )
-        self._outgoing = bytearray()
+        self._outgoing = bytearray(first_frame)
         self._incoming = FrameBuffer()
-        self.send(first_frame)
 
     @property
     def pid(self) -> int:
@@ -52,8 +52,13 @@ class ChildProcess:
         """True while a frame has begun to arrive and is not complete."""
         return self._incoming.has_part
 
-    def send(self, data: bytes = b"") -> bool:
-        """Send what the socket takes now; return True when nothing is left over."""
+    def watch(self, selector: selectors.BaseSelector, data: object) -> None:
+        """Let a selector report with `data` when frames arrive and when there is room for what waits to be sent."""
+        selector.register(self.connection, selectors.EVENT_READ, data)
+        self.send(selector)
+
+    def send(self, selector: selectors.BaseSelector, data: bytes = b"") -> None:
+        """Send what the socket takes now. If something is left over, the selector says when to call this again."""
         self._outgoing += data
         try:
             del self._outgoing[: self.connection.send(self._outgoing)]
@@ -61,7 +66,10 @@ class ChildProcess:
             pass
         except (BrokenPipeError, ConnectionResetError):  # it died; reading will say so
             self._outgoing.clear()
-        return not self._outgoing
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE if self._outgoing else selectors.EVENT_READ
+        key = selector.get_key(self.connection)
+        if key.events != events:
+            selector.modify(self.connection, events, key.data)
 
     def receive(self) -> list[bytes] | None:
         """Return the frames that have arrived, or None when the process is gone."""

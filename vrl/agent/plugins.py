@@ -1,4 +1,4 @@
-"""A user's class by name: `module:Class`, `package.module.Class` or `path/to/file.py:Class`."""
+"""A user's Python file, and a class by name: `module:Class`, `package.module.Class` or `path/to/file.py:Class`."""
 
 import hashlib
 import importlib
@@ -23,7 +23,7 @@ def load_class(name: str, key: str) -> type[Any]:
         place, _, class_name = name.rpartition(".")
     if not place or not class_name.isidentifier():
         raise ConfigError(f"{key}={name!r}: give module:Class, package.module.Class or path/to/file.py:Class")
-    module = _import_file(Path(place), key) if place.endswith(".py") else _import_module(place, key)
+    module = import_file(Path(place), key) if place.endswith(".py") else _import_module(place, key)
     found = vars(module).get(class_name)
     if not inspect.isclass(found):
         own = sorted(n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__)
@@ -31,6 +31,32 @@ def load_class(name: str, key: str) -> type[Any]:
             f"{key}={name!r}: {place} has no class {class_name}; it has {', '.join(own) or 'no class at all'}"
         )
     return found
+
+
+def import_file(path: Path, key: str) -> ModuleType:
+    """Return the module of a Python file, which is run once a process; a relative one is taken from the working folder.
+
+    Modules beside it can be imported by it. Raises ConfigError that begins with `key` when there is no such file or
+    importing it fails.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}")
+    name = f"vrl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:  # what is taken from one file shares its module
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {path} is no Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}: importing {path} failed with {type(error).__name__}: {error}") from error
+    return module
 
 
 def construct(kind: type[Any], key: str, **arguments: Any) -> Any:
@@ -48,24 +74,3 @@ def _import_module(name: str, key: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: importing {name} failed with {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path, key: str) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {path}")
-    name = f"vrl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:  # two classes of one file share its module
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up there
-    sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"{key}: importing {path} failed with {type(error).__name__}: {error}") from error
-    return module

@@ -58,7 +58,10 @@ class Checkpoints:
         return {"timing_s/save_checkpoint": time.perf_counter() - begin}
 
     def resume(self, trainer: Saved) -> int:
-        """Load the checkpoint the settings ask for; return its step, 0 when there is none."""
+        """Load the checkpoint the settings ask for; return its step, 0 when there is none.
+
+        Raises DataError where it does not fit, or lacks something.
+        """
         folder = self._chosen()
         if folder is None:
             return 0
@@ -66,8 +69,23 @@ class Checkpoints:
         actor, critic = trainer.learners()
         actor.load(folder / "actor")
         critic.load(folder / "critic")
-        trainer.restore(state)
-        return int(state["global_step"])
+        try:
+            trainer.restore(state)
+            return int(state["global_step"])
+        except KeyError as error:
+            raise DataError(
+                f"checkpoint {folder} is of another version: {_DRIVER_STATE} has no entry {error}"
+            ) from error
+
+    def load_policy(self, trainer: Saved) -> int:
+        """Load the actor alone, which an evaluation needs, from the checkpoint the settings ask for; return its step.
+
+        Rows and critic may be others than those of the run.
+        """
+        folder = self._chosen()
+        if folder is not None:
+            trainer.learners()[0].load(folder / "actor")
+        return self.start_step()
 
     def start_step(self) -> int:
         """Return the step a run would go on from, without loading anything."""

@@ -10,7 +10,10 @@ from vrl.protocol.errors import ConfigError, DataError
 COMMANDS = {
     "train": ("vrl.controller.commands.train", "train with PPO or GRPO; settings as key=value"),
     "sft": ("vrl.controller.commands.sft", "supervised fine-tuning with the same learner"),
-    "eval": ("vrl.controller.commands.evaluate", "evaluate a model on the held-out files"),
+    "eval": (
+        "vrl.controller.commands.evaluate",
+        "evaluate a run's newest checkpoint, or a model, on the held-out files",
+    ),
     "model": ("vrl.controller.commands.model", "build a tiny model or SmolLM2"),
     "data": ("vrl.controller.commands.data", "write tiny data, convert gsm8k or geo3k"),
 }

@@ -33,7 +33,8 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
     Raises ConfigError where an environment or the template cannot be used.
     """
     taught = config.warm_start.files if config.warm_start.enable else ()
-    files = list(dict.fromkeys([*config.data.train_files, *config.data.val_files, *taught]))
+    trained = () if config.trainer.val_only else config.data.train_files
+    files = list(dict.fromkeys([*trained, *config.data.val_files, *taught]))
     used = used_environments(files) if files else set[str]()
     config = with_built_in(config, used)
     left_out = _without_sandbox(config, used)

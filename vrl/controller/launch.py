@@ -2,17 +2,12 @@
 
 import ray
 
-from vrl.algorithms.advantages.registry import known_advantages
-from vrl.algorithms.aggregation import AGGREGATION_MODES
-from vrl.algorithms.kl import KL_ESTIMATORS
-from vrl.algorithms.losses.registry import known_policy_losses
 from vrl.controller.corrections import correction_params
 from vrl.controller.environments import checked_environments
 from vrl.controller.pools import pool_specs
 from vrl.controller.prepare import prepare
 from vrl.controller.run import assembled
 from vrl.controller.run_folder import RunFolder
-from vrl.controller.tracking import LOGGERS
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import start_ray
 from vrl.models.loading import head_counts, read_reward_config, skeleton
@@ -20,7 +15,7 @@ from vrl.models.lora import adapted_names
 from vrl.models.renderer import check_same_tokenizer, load_renderer
 from vrl.protocol.config.learner import CriticModelConfig
 from vrl.protocol.config.model import ModelConfig
-from vrl.protocol.config.rules import KnownNames, check, check_heads
+from vrl.protocol.config.rules import check, check_heads
 from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 from vrl.workers.building import lora_settings
@@ -28,7 +23,7 @@ from vrl.workers.building import lora_settings
 
 def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
     """Train, or evaluate only, to the end. Raises before anything is started where the run could not work."""
-    check(config, known_names())
+    check(config)
     correction_params(config.algorithm.rollout_correction)
     prepare(config)
     check_model(config)
@@ -41,7 +36,7 @@ def launch(config: Config, folder: RunFolder, gpus: bool) -> None:
 
 def fine_tune(config: Config, gpus: bool) -> str:
     """Do the supervised steps alone; return the model folder."""
-    check(config, known_names())
+    check(config)
     prepare(config)
     start_ray(config, gpus)
     try:
@@ -52,17 +47,6 @@ def fine_tune(config: Config, gpus: bool) -> str:
         return warm_started(config, spec, tools.left_out, through_adapter=True).actor_rollout_ref.model.path
     finally:
         ray.shutdown()
-
-
-def known_names() -> KnownNames:
-    """Return the names that the registries hold."""
-    return KnownNames(
-        adv_estimators=known_advantages(),
-        policy_losses=known_policy_losses(),
-        loss_agg_modes=AGGREGATION_MODES,
-        kl_estimators=KL_ESTIMATORS,
-        loggers=LOGGERS,
-    )
 
 
 def check_model(config: Config) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vrl.algorithms.segments import place_on_last_sampled
 from vrl.controller.data_metrics import row_sums
-from vrl.controller.roles import Generated
+from vrl.controller.roles import Generated, stage_seconds
 from vrl.controller.worker_group import WorkerGroup
 from vrl.protocol.columns import (
     INPUT_IDS,
@@ -48,7 +48,8 @@ class RewardModel:
         if not len(rows):
             return generated
         found = self._group.call("score", rows.select(_READ))
-        return replace(generated, rows=with_scores(rows, found, self._weight, self._rule_weight))
+        scored = with_scores(rows, found, self._weight, self._rule_weight)
+        return replace(generated, rows=scored, timing=generated.timing | stage_seconds(found))
 
 
 def with_scores(rows: DataProto, found: DataProto, weight: float, rule_weight: float) -> DataProto:

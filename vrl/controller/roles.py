@@ -102,10 +102,15 @@ def _in_order(rows: DataProto, prompts: Sequence[Prompt]) -> Generated:
     order = np.lexsort((rows.dense(SAMPLE_INDEX).numpy(), number))
     rows = rows.rows(order)
     failed = torch.tensor([reason == StopReason.FAILED for reason in rows.objects[STOP_REASON]], dtype=torch.bool)
-    timing = {f"timing_s/{name}": seconds for name, seconds in rows.meta.timing.items()}
+    timing = stage_seconds(rows)
     version = rows.meta.policy_version
     rows = replace(rows, meta=replace(rows.meta, timing={}))
     return Generated(rows.rows(~failed), rows.rows(failed), version, timing)
+
+
+def stage_seconds(rows: DataProto) -> dict[str, float]:
+    """Return what workers reported of their stages, as `timing_s/*`."""
+    return {f"timing_s/{name}": seconds for name, seconds in rows.meta.timing.items()}
 
 
 @final

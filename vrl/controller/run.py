@@ -70,14 +70,16 @@ def load_data(config: Config, renderer: HFRenderer, tools: Tools | None = None) 
     Raises DataError before anything expensive has started.
     """
     data, tools = config.data, tools or Tools()
-    train, most_images = _rows(config, renderer, tools, data.train_files, "training")
-    loader = PromptLoader(train, config.prompts_per_draw, seed=config.data_seed, shuffle=data.shuffle)
     validation: list[Prompt] = []
+    most_images = 0
     if data.val_files:
-        rows, images = _rows(config, renderer, tools, data.val_files, "held-out")
-        most_images = max(most_images, images)
+        rows, most_images = _rows(config, renderer, tools, data.val_files, "held-out")
         validation = next(ordered_batches(rows))
-    return RunData(loader, validation, most_images)
+        if config.trainer.val_only:  # no step draws prompts: training rows, which may be many, are not looked at
+            return RunData(PromptLoader(rows, 1), validation, most_images)
+    train, images = _rows(config, renderer, tools, data.train_files, "training")
+    loader = PromptLoader(train, config.prompts_per_draw, seed=config.data_seed, shuffle=data.shuffle)
+    return RunData(loader, validation, max(most_images, images))
 
 
 def _rows(

@@ -2,6 +2,7 @@
 
 config.yaml  metrics.jsonl  log.txt  latest_checkpointed_iteration.txt
 rollouts/step_N.jsonl  validation/step_N.jsonl  checkpoints/global_step_N/  tensorboard/  wandb/
+evaluations/  each of `vrl eval`, which only reads the rest, in such a folder of its own
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from vrl.controller.progress import write_line
 from vrl.protocol.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
+_CHECKPOINTS = "checkpoints"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -28,7 +30,7 @@ class RunFolder:
         self.path = path
         self._lock = lock
         self._log = log
-        self._checkpoints = CheckpointFolders(self.checkpoints, self.path / "latest_checkpointed_iteration.txt")
+        self._checkpoints = checkpoints_of(path)
 
     @classmethod
     def open(cls, path: Path, config_text: str) -> "RunFolder":
@@ -91,7 +93,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Folder of `global_step_N`."""
-        return self.path / "checkpoints"
+        return self.path / _CHECKPOINTS
 
     @property
     def tensorboard(self) -> Path:
@@ -116,6 +118,11 @@ class RunFolder:
         if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
             set_aside(self.config)
         write_whole(self.config, text)
+
+
+def checkpoints_of(run: Path) -> CheckpointFolders:
+    """Return the checkpoints of a run folder, also of one that nobody or another process has open."""
+    return CheckpointFolders(run / _CHECKPOINTS, run / "latest_checkpointed_iteration.txt")
 
 
 @final

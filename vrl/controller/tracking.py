@@ -29,7 +29,6 @@ from vrl.protocol.config.builder import to_dict
 from vrl.protocol.config.schema import Config
 
 _LOG = logging.getLogger(__name__)
-LOGGERS = ("console", "tensorboard", "wandb")
 
 _WANDB_HOST = "https://api.wandb.ai"
 _CONNECT_SECONDS = 3.0  # to find out whether there is a network

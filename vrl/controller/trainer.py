@@ -21,7 +21,7 @@ from vrl.controller.data_metrics import (
 )
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.group_filter import Groups, all_rows
-from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values
+from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values, stage_seconds
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.tracking import Tracker
 from vrl.controller.worker_group import WorkerGroup
@@ -30,6 +30,7 @@ from vrl.protocol.columns import MINI_BATCH, UID
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import assign_mini_batches
 from vrl.protocol.errors import RewardError, WorkerError
+from vrl.protocol.metrics import reduce_metrics
 from vrl.protocol.trajectory import Prompt, Sampling
 
 _LOG = logging.getLogger(__name__)
@@ -161,8 +162,8 @@ class Trainer:
         self.outputs.rollout_files.finish()
 
     def evaluate(self) -> None:
-        """Evaluate the present weights, once."""
-        self.global_step = self.outputs.checkpoints.resume(self)
+        """Evaluate the weights of the checkpoint that the settings ask for, once."""
+        self.global_step = self.outputs.checkpoints.load_policy(self)
         self.roles.actor.sync_weights_to(self.roles.rollout_group, self.policy_version)
         self.outputs.tracker.log(self.outputs.evaluation.run(self.roles.rollout, self.global_step), self.global_step)
 
@@ -198,7 +199,7 @@ class Trainer:
                 with timer("update_actor"):
                     metrics |= roles.actor.update(self.actor_batches.assign(learnt, self._update_seed()))
             with timer("update_critic"):  # on a pool of its own it has learned beside the actor
-                metrics = critic_metrics() | metrics
+                metrics = reduce_metrics([critic_metrics(), metrics])  # of the peaks of memory the higher one
             with timer("update_weights"):  # also when the critic alone has learned: it wakes the engines
                 self.policy_version += 1
                 roles.actor.sync_weights_to(roles.rollout_group, self.policy_version)
@@ -250,6 +251,7 @@ class Trainer:
             **metrics,
             **generated.metrics,
             **generated.timing,
+            **stage_seconds(batch),
             **timer.seconds,
             **performance_metrics(timer.seconds, batch, self.plan.total_ranks),
             **balance_metrics(batch, self.plan.ranks),

@@ -180,7 +180,7 @@ def _in_order(spec: MethodSpec, parts: Sequence[DataProto], shares: Sequence[Seq
     order = torch.tensor([row for share in shares for row in share])
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
-    result = concat([part for part in parts if len(part)]).rows(back)
+    result = concat(parts).rows(back)
     absent = set(spec.returns) - result.names()
     if absent:
         raise WorkerError(f"{spec.name} declares that it returns {sorted(absent)}, but did not")

@@ -24,7 +24,7 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
-from vrl.workers.learner import Learner
+from vrl.workers.learner import Learner, timed, under_role
 from vrl.workers.losses import (
     REQUIRED_BY_POLICY,
     PolicyObjective,
@@ -77,24 +77,25 @@ class ActorWorker:
 
         And the sum of squared probabilities, where the run's estimator needs it.
         """
-        return _log_probs(self._learner, self._objective.sampling, batch, (OLD_LOG_PROBS, *self._extras))
+        names = (OLD_LOG_PROBS, *self._extras)
+        return _log_probs(self._learner, self._objective.sampling, batch, names, "old_log_prob")
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
     def base_log_probs(self, batch: DataProto) -> DataProto:
         """Return the log-probs of sampled tokens without the adapter: with LoRA the reference is in these weights."""
         with lora.adapters_off(self._policy):
-            return _log_probs(self._learner, self._objective.sampling, batch, (REF_LOG_PROBS,))
+            return _log_probs(self._learner, self._objective.sampling, batch, (REF_LOG_PROBS,), "ref")
 
     @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_POLICY)
     def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
         """Take one optimizer step a mini-batch; return metrics."""
-        return _named(self._learner.update(batch, steps, self._objective), "actor")
+        return under_role(self._learner.update(batch, steps, self._objective), "actor")
 
     @register(Dispatch.MINI_BATCHES, requires=(INPUT_IDS, LOSS_MASK))
     def update_supervised(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
         """Take one optimizer step a mini-batch on the cross-entropy of the masked tokens."""
         objective = SupervisedObjective(sampling=self._objective.sampling)
-        return _named(self._learner.update(batch, steps, objective), "train")
+        return under_role(self._learner.update(batch, steps, objective), "train")
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by Hugging Face name, an adapter merged into them; all ranks must exhaust it together.
@@ -152,7 +153,7 @@ class ReferenceWorker:
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
     def log_probs(self, batch: DataProto) -> DataProto:
         """Return the log-probs of sampled tokens under the reference."""
-        return _log_probs(self._learner, self._sampling, batch, (REF_LOG_PROBS,))
+        return _log_probs(self._learner, self._sampling, batch, (REF_LOG_PROBS,), "ref")
 
 
 def sampling_distribution(context: BuildContext) -> SamplingDistribution:
@@ -199,7 +200,9 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
     return policy
 
 
-def _log_probs(learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...]) -> DataProto:
+def _log_probs(
+    learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...], call: str
+) -> DataProto:
     want = reduce(or_, (_EXTRAS[name] for name in names[1:]), Extra.NONE)
 
     def run(module: nn.Module, packed: PackedBatch, rows: DataProto) -> Sequence[Tensor]:
@@ -213,10 +216,5 @@ def _log_probs(learn: Learner, sampling: SamplingDistribution, batch: DataProto,
         )
         return [x for x in (outputs.log_probs, outputs.entropy, outputs.sum_pi_squared) if x is not None]
 
-    columns = learn.infer(batch, run)  # nothing on a rank without rows, which still ran the collectives
-    return DataProto(dict(zip(names, columns, strict=True)) if columns else {})
-
-
-def _named(metrics: dict[str, float], role: str) -> dict[str, float]:
-    """Put the learner's own metrics under the role's name."""
-    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
+    columns, seconds = learn.infer(batch, run)  # no column on a rank without rows, which still ran the collectives
+    return DataProto(dict(zip(names, columns, strict=True)) if columns else {}, meta=timed(call, seconds))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from vrl.models import lora
 from vrl.protocol.errors import DataError
 from vrl.workers.learner import Learner
 
+_FITS = "fits"
 _MODULUS = 2**31 - 1  # sums of such numbers over all ranks stay exact in 64 bits
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +34,7 @@ def is_writer() -> bool:
 def save(folder: Path, learner: Learner) -> None:
     """Write trained weights, optimizer state and counters. All ranks call it; the folder must not exist yet."""
     with learner.offload.loaded(optimizer=True):
-        state_dict_saver.save(_state(learner) | {"fits": _fits(learner.module)}, checkpoint_id=str(folder))
+        state_dict_saver.save(_state(learner) | {_FITS: _fits(learner.module)}, checkpoint_id=str(folder))
 
 
 def load(folder: Path, learner: Learner) -> None:
@@ -40,14 +42,7 @@ def load(folder: Path, learner: Learner) -> None:
     if not (folder / ".metadata").is_file():
         raise DataError(f"checkpoint {folder} is not complete: it has no .metadata file")
     with learner.offload.loaded():
-        mine = _fits(learner.module)
-    found = {"fits": dict(mine)}
-    _read(folder, found)
-    for what, value in mine.items():
-        if found["fits"][what] != value:
-            raise DataError(
-                f"checkpoint {folder} does not fit this model: {what} is {value} here, {found['fits'][what]} there"
-            )
+        _check_fit(folder, learner.module)
     assert learner.stepper is not None
     with learner.offload.loaded(optimizer=True):
         state = _state(learner)
@@ -63,10 +58,37 @@ def load(folder: Path, learner: Learner) -> None:
     learner.skipped_steps = state["counters"]["skipped_steps"]
 
 
+def _check_fit(folder: Path, module: nn.Module) -> None:
+    """Refuse a checkpoint of other adapters or over other frozen weights. A collective.
+
+    Versions before there were adapters said nothing of either: what they wrote fits a model that learns as a whole.
+    """
+    mine = _fits(module)
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    lacking = [what for what in mine if f"{_FITS}.{what}" not in stored]
+    if not lacking:
+        found = {_FITS: dict(mine)}
+        _read(folder, found)
+        for what, value in mine.items():
+            if found[_FITS][what] != value:
+                raise DataError(
+                    f"checkpoint {folder} does not fit this model: {what} is {value} here, {found[_FITS][what]} there"
+                )
+    elif not all(parameter.requires_grad for parameter in module.parameters()):
+        raise DataError(
+            f"checkpoint {folder} is of an older version and does not say whether it fits this model, of which a part "
+            f"is frozen: it has no entry '{_FITS}.{lacking[0]}'"
+        )
+
+
 def _read(folder: Path, state: dict[str, Any]) -> None:
+    """Read into `state`, in place. Raises DataError with one line that names the first entry missing or different."""
     try:
         state_dict_loader.load(state, checkpoint_id=str(folder))
-    except (RuntimeError, ValueError, CheckpointException) as error:
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]  # of one rank; as text the error is the tracebacks of all
+        raise DataError(f"checkpoint {folder} does not fit this model and optimizer: {cause}") from error
+    except (RuntimeError, ValueError) as error:
         raise DataError(f"checkpoint {folder} does not fit this model and optimizer: {error}") from error
 
 

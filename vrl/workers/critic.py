@@ -15,7 +15,7 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
-from vrl.workers.learner import Learner
+from vrl.workers.learner import Learner, timed, under_role
 from vrl.workers.losses import REQUIRED_BY_VALUE, ValueObjective
 
 
@@ -57,14 +57,13 @@ class CriticWorker:
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))
     def values(self, batch: DataProto) -> DataProto:
         """Return the value of the prefix before each token."""
-        columns = self._learner.infer(batch, _run)
-        return DataProto({VALUES: columns[0]} if columns else {})
+        columns, seconds = self._learner.infer(batch, _run)
+        return DataProto({VALUES: columns[0]} if columns else {}, meta=timed("values", seconds))
 
     @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_VALUE)
     def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
         """Take one optimizer step a mini-batch; return metrics."""
-        metrics = self._learner.update(batch, steps, self._objective)
-        return {name if "/" in name else f"critic/{name}": value for name, value in metrics.items()}
+        return under_role(self._learner.update(batch, steps, self._objective), "critic")
 
     @register(Dispatch.ALL)
     def save(self, folder: Path) -> None:

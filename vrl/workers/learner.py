@@ -22,11 +22,13 @@ from vrl.algorithms.aggregation import Counts
 from vrl.models.packing import PackedBatch
 from vrl.protocol.balance import in_order, micro_batches, rows_of, unit_sums, units_of
 from vrl.protocol.columns import GROUP, INPUT_IDS
-from vrl.protocol.dataproto import DataProto
+from vrl.protocol.dataproto import DataProto, Meta
 from vrl.protocol.metrics import reduce_metrics
 from vrl.protocol.ragged import Ragged, concat_ragged
 from vrl.workers.microbatch import Packer, dummy_batch
 from vrl.workers.offload import Offload
+
+_SECONDS = "timing_s/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +151,32 @@ class Learner:
     @torch.no_grad()
     def infer(
         self, batch: DataProto, run: Callable[[nn.Module, PackedBatch, DataProto], Sequence[Tensor]]
-    ) -> list[Ragged]:
+    ) -> tuple[list[Ragged], dict[str, float]]:
         """Return one or more per-token results `[T]` in the order of the rows, none for a batch without rows.
 
-        `run` gives the tensors `[T]` of a micro-batch.
+        `run` gives the tensors `[T]` of a micro-batch. With them come the seconds of each stage.
         """
+        watch = Stopwatch()
         plan = self._plan(batch)
         parts: list[list[Ragged]] = []
         with self.offload.loaded():
+            watch.lap("offload")
             self.module.eval()
             for members in plan:
                 rows = batch.rows(members) if members else dummy_batch(batch, self.packer.needs_positions)
-                outputs = run(self.module, self.packer.pack(rows, self._device), rows)
+                packed = self.packer.pack(rows, self._device)
+                watch.lap("data")
+                outputs = run(self.module, packed, rows)
                 if members:
                     offsets = rows.ragged(INPUT_IDS).offsets
                     parts.append([Ragged(output.float().cpu(), offsets) for output in outputs])
+                watch.lap("forward")
             self.module.train()
+        watch.lap("offload")
+        return self._in_order(parts, plan), watch.seconds
+
+    @staticmethod
+    def _in_order(parts: Sequence[Sequence[Ragged]], plan: Sequence[Sequence[int]]) -> list[Ragged]:
         if not parts:
             return []
         order = torch.tensor([i for members in plan for i in members])
@@ -189,7 +201,7 @@ class Learner:
         merged["skipped_steps"] = float(self.skipped_steps)
         merged["skipped_in_a_row"] = float(self.skipped_in_a_row)
         merged |= _device_memory(self._device)
-        return merged | {f"timing_s/{stage}": seconds for stage, seconds in watch.seconds.items()}
+        return merged | {f"{_SECONDS}{stage}": seconds for stage, seconds in watch.seconds.items()}
 
     def _mini_batch(self, batch: DataProto, members: Sequence[int], loss: Loss, watch: Stopwatch) -> dict[str, float]:
         rows = batch.rows(list(members))
@@ -285,6 +297,23 @@ class Learner:
         everyone: list[tuple[list[str], list[str]] | None] = [None] * dist.get_world_size(self._data_ranks)
         dist.all_gather_object(everyone, mine, group=self._data_ranks)
         return next((names for names in everyone if names is not None), ([], []))
+
+
+def under_role(metrics: Mapping[str, float], role: str) -> dict[str, float]:
+    """Put the learner's own metrics under a role's name, and its seconds under that of the role's update."""
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        stage = name.removeprefix(_SECONDS)
+        if stage != name:
+            out[f"{_SECONDS}update_{role}/{stage}"] = value
+        else:
+            out[name if "/" in name else f"{role}/{name}"] = value
+    return out
+
+
+def timed(call: str, seconds: Mapping[str, float]) -> Meta:
+    """Return the meta of a result: the seconds of its stages, under the name of the trainer's call."""
+    return Meta(timing={f"{call}/{stage}": value for stage, value in seconds.items()})
 
 
 def _device_memory(device: torch.device) -> dict[str, float]:

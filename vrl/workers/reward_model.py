@@ -15,7 +15,7 @@ from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.protocol.ragged import Ragged
 from vrl.workers.building import BuildContext, blocks_of, learner, residence, sharded
-from vrl.workers.learner import Learner
+from vrl.workers.learner import Learner, timed
 
 
 @final
@@ -54,12 +54,13 @@ class RewardModelWorker:
         """Return each row's score, and how many tokens of its beginning were not read."""
         rows = self._texts(batch)
         read = rows if self._max_length is None else [row[-self._max_length :] for row in rows]
-        found = self._learner.infer(DataProto({INPUT_IDS: Ragged.from_rows(read, torch.int64)}), _run)
-        if not found:  # nothing on a rank without rows, which still ran the collectives
-            return DataProto({})
+        found, seconds = self._learner.infer(DataProto({INPUT_IDS: Ragged.from_rows(read, torch.int64)}), _run)
+        meta = timed("reward_model", seconds)
+        if not found:  # no column on a rank without rows, which still ran the collectives
+            return DataProto(meta=meta)
         cut = torch.tensor([len(row) - len(kept) for row, kept in zip(rows, read, strict=True)], dtype=torch.int64)
         scores = torch.segment_reduce(found[0].values, "sum", offsets=found[0].offsets)  # one entry a row is not 0
-        return DataProto({RM_SCORES: scores, RM_CUT_TOKENS: cut})
+        return DataProto({RM_SCORES: scores, RM_CUT_TOKENS: cut}, meta=meta)
 
     def _texts(self, batch: DataProto) -> list[list[int]]:
         """Return the ids that the model is to read."""

@@ -82,6 +82,13 @@ def test_built_in_rules_judge_the_last_turn(make_prompt: MakePrompt, code_spec: 
         )
 
 
+def test_a_spec_larger_than_what_the_socket_takes_at_once(code_spec: RewardSpec, make_prompt: MakePrompt) -> None:
+    large = replace(code_spec, function_kwargs={"table": "x" * (4 << 20)})
+    with RewardPool(2, GENEROUS_SECONDS, large, start_limit_seconds=GENEROUS_SECONDS) as pool:
+        (score,) = run_all(pool, make_prompt(), ["result = len(kwargs['table'])"])
+    assert score.value == 4 << 20
+
+
 def test_poll_alone_brings_everything_home(make_prompt: MakePrompt) -> None:
     with RewardPool(2, 5.0, RewardSpec()) as pool:
         pending = [pool.submit(make_prompt(), "red") for _ in range(20)]

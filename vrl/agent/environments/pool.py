@@ -160,7 +160,7 @@ class EnvironmentPool:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self._lost[self._next] = f"bad value: the row cannot be sent to a process: {error}"
             return self._next
-        self._send(process, data)
+        process.child.send(self._selector, data)
         return self._next
 
     def step(self, episode: int, text: str) -> PendingStep:
@@ -197,7 +197,7 @@ class EnvironmentPool:
         for key, events in self._selector.select(timeout_seconds):
             process: _Process = key.data
             if events & selectors.EVENT_WRITE:
-                self._send(process)
+                process.child.send(self._selector)
             if events & selectors.EVENT_READ and process in self._processes:
                 self._read(process)
         self._look_after_silent_ones()
@@ -219,7 +219,7 @@ class EnvironmentPool:
                 self._replace_dead(process)
             elif process.pinged is None and time.monotonic() - process.heard > ping:
                 process.pinged = time.monotonic()
-                self._send(process, frame(pickle.dumps(Ping())))
+                process.child.send(self._selector, frame(pickle.dumps(Ping())))
 
     def process_ids(self) -> list[int]:
         """Return the ids of the tool processes, for accounting of memory and CPU."""
@@ -238,13 +238,7 @@ class EnvironmentPool:
         self._selector.close()
 
     def _send_request(self, process: _Process, request: Request) -> None:
-        self._send(process, frame(pickle.dumps(request)))
-
-    def _send(self, process: _Process, data: bytes = b"") -> None:
-        all_sent = process.child.send(data)
-        events = selectors.EVENT_READ if all_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
-        if self._selector.get_key(process.child.connection).events != events:
-            self._selector.modify(process.child.connection, events, process)
+        process.child.send(self._selector, frame(pickle.dumps(request)))
 
     def _read(self, process: _Process) -> None:
         payloads = process.child.receive()
@@ -298,7 +292,7 @@ class EnvironmentPool:
     def _add_process(self) -> None:
         process = _Process(self._spec_frame, self._start_limit_seconds)
         self._processes.append(process)
-        self._selector.register(process.child.connection, selectors.EVENT_READ, process)
+        process.child.watch(self._selector, process)
 
     def _take_out(self, process: _Process) -> None:
         self._processes.remove(process)

@@ -180,7 +180,7 @@ class RewardPool:
         for key, events in self._selector.select(None if timeout_seconds == math.inf else timeout_seconds):
             process: _Process = key.data
             if events & selectors.EVENT_WRITE:
-                self._send(process)
+                process.child.send(self._selector)
             if events & selectors.EVENT_READ:
                 self._read(process)
         now = time.monotonic()
@@ -199,13 +199,7 @@ class RewardPool:
             if self._waiting and process.ready and process.pending is None:
                 pending, payload = self._waiting.popleft()
                 process.assign(pending, self._time_limit_seconds)
-                self._send(process, frame(payload))
-
-    def _send(self, process: _Process, data: bytes = b"") -> None:
-        all_sent = process.child.send(data)
-        events = selectors.EVENT_READ if all_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
-        if self._selector.get_key(process.child.connection).events != events:
-            self._selector.modify(process.child.connection, events, process)
+                process.child.send(self._selector, frame(payload))
 
     def _read(self, process: _Process) -> None:
         payloads = process.child.receive()
@@ -251,7 +245,7 @@ class RewardPool:
 
     def _start(self) -> _Process:
         process = _Process(self._spec_frame, self._start_limit_seconds)
-        self._selector.register(process.child.connection, selectors.EVENT_READ, process)
+        process.child.watch(self._selector, process)
         return process
 
     def _replace(self, process: _Process) -> int:

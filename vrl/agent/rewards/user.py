@@ -1,17 +1,14 @@
 """A user's own reward function, loaded by file and name inside a reward process (`custom_reward_function.*`)."""
 
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 
+from vrl.agent.plugins import import_file
 from vrl.agent.rewards.registry import find_rule
 from vrl.agent.rewards.settings import check_rule_settings
 from vrl.agent.rewards.types import RewardFunction, RewardSpec
 from vrl.protocol.errors import ConfigError
 
-_MODULE_NAME = "vrl_user_reward"
 _BUILT_IN = "vrl:"  # before the name of a rule of the registry, which then scores every row
 
 
@@ -27,38 +24,16 @@ def load_user_function(spec: RewardSpec) -> RewardFunction:
         function = find_rule(rule)
         _check_signature(function, spec)
         return function
-    path = Path(spec.function_path or "").expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"custom_reward_function.path={spec.function_path}: there is no file {path}")
-    function = vars(_import_file(path)).get(spec.function_name)
+    module = import_file(Path(spec.function_path or ""), f"custom_reward_function.path={spec.function_path}")
+    function = vars(module).get(spec.function_name)
     if not callable(function):
-        raise ConfigError(_missing_name(path, spec.function_name))
+        own = sorted(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise ConfigError(
+            f"custom_reward_function.name={spec.function_name}: {module.__file__} has no such function; "
+            f"it has {', '.join(own) or 'no function at all'}"
+        )
     _check_signature(function, spec)
     return function
-
-
-def _import_file(path: Path) -> ModuleType:
-    module_spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"custom_reward_function.path={path}: not a Python file (its name must end in .py).")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle look modules up there
-    sys.path.append(str(path.parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
-        raise ConfigError(
-            f"custom_reward_function.path={path}: importing it failed with {type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _missing_name(path: Path, name: str) -> str:
-    own = [key for key, value in vars(sys.modules[_MODULE_NAME]).items() if inspect.isfunction(value)]
-    return (
-        f"custom_reward_function.name={name}: {path} has no such function; "
-        f"it has {', '.join(sorted(own)) or 'no function at all'}."
-    )
 
 
 def _check_signature(function: RewardFunction, spec: RewardSpec) -> None:

@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from vrl.controller.compose import CONFIG_DIR, Composed, load, yaml_text
-from vrl.protocol.config.rules import KnownNames, Machine, check
+from vrl.protocol.config.rules import Machine, check
+from vrl.protocol.config.schema import Config
 
 CPU_DEFAULT = "tiny_vl_agent"
 GPU_DEFAULT = "qwen2_5_vl_7b_geo3k_grpo"
@@ -45,6 +47,19 @@ def read(command: str, arguments: Sequence[str], here: Machine) -> tuple[str, Co
     if given.cfg:
         sys.stdout.write(yaml_text(composed.values))
         return None
-    for warning in check(composed.config, KnownNames(), here):
+    for warning in check(composed.config, here):
         sys.stderr.write(f"warning: {warning}\n")
     return Path(given.config_name).stem, composed
+
+
+def run_path(config_name: str, config: Config) -> Path:
+    """Return the run folder: as set, else by project, config name and the time, so that a second run is a new one."""
+    trainer = config.trainer
+    if trainer.default_local_dir is not None:
+        return Path(trainer.default_local_dir)
+    return Path("outputs") / trainer.project_name / (trainer.experiment_name or f"{config_name}-{timestamp()}")
+
+
+def timestamp() -> str:
+    """Return the time as part of a name."""
+    return time.strftime("%Y%m%d-%H%M%S")

@@ -2,15 +2,12 @@
 
 import importlib
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from vrl.controller.commands import settings
+from vrl.controller.commands import evaluate, settings
 from vrl.controller.compose import yaml_text
 from vrl.controller.run_folder import RunFolder
 from vrl.protocol.config.rules import uses_gpu
-from vrl.protocol.config.schema import Config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +18,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     name, composed = read
     config = composed.config
-    with RunFolder.open(run_path(name, config), yaml_text(composed.values)) as folder:
+    if config.trainer.val_only:
+        return evaluate.evaluate(name, config, here)
+    with RunFolder.open(settings.run_path(name, config), yaml_text(composed.values)) as folder:
         if folder.finished(config.trainer.total_training_steps):
             sys.stdout.write(f"{folder.path} is finished; give trainer.experiment_name another name for a new run\n")
             return 0
@@ -31,12 +30,3 @@ def main(arguments: Sequence[str]) -> int:
         importlib.import_module("vrl.controller.launch").launch(config, folder, uses_gpu(config, here))
     sys.stdout.write(f"done: {folder.path}\n")
     return 0
-
-
-def run_path(config_name: str, config: Config) -> Path:
-    """Return the run folder: as set, else by project, config name and the time, so that a second run is a new one."""
-    trainer = config.trainer
-    if trainer.default_local_dir is not None:
-        return Path(trainer.default_local_dir)
-    name = trainer.experiment_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path("outputs") / trainer.project_name / name

@@ -118,8 +118,8 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int | None = None  # tokens a micro-batch and rank; null: the actor's
     ulysses_sequence_parallel_size: int = 1  # ranks that share a row
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
-    reward_manager: str = "naive"  # name in the registry of reward managers
-    reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: passed to the reward manager
+    reward_manager: str = "naive"  # taken for verl's files; the row's data_source says which function scores it
+    reward_kwargs: OpenDict = field(default_factory=OpenDict)  # open: as custom_reward_function's, where that is empty
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     max_resp_len: int | None = None  # tokens where the overlong penalty is full; null: data.max_response_length
     reward_clip: float | None = None  # rewards are held within -x and x, after the overlong penalty; null: off

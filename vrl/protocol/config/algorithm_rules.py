@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from vrl.protocol.config.schema import GROUP_LOSSES, VALUE_ESTIMATORS, Config
+from vrl.protocol.config.names import GROUP_LOSSES, VALUE_ESTIMATORS
+from vrl.protocol.config.schema import Config
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _N = f"{_ROLLOUT}.n"

@@ -1,25 +1,30 @@
 """Rules across keys, checked before anything starts: by the command line, and by a test for every file in configs/.
 
 Every message names the keys, the numbers and a value that would do. What the protocol layer cannot know comes from the
-caller: the registered names (`KnownNames`), the machine (`Machine`), the model's head counts (`check_heads`).
+caller: the machine (`Machine`), the model's head counts (`check_heads`).
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import final
 
 from vrl.protocol.config import algorithm_rules, lora_rules, pool_rules
+from vrl.protocol.config.names import (
+    ADV_ESTIMATORS,
+    GROUP_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOGGERS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    VALUE_ESTIMATORS,
+)
 from vrl.protocol.config.pool_rules import largest_divisor
 from vrl.protocol.config.ranges import range_errors, value_of
-from vrl.protocol.config.schema import VALUE_ESTIMATORS, Config
+from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MAX_TEMPERATURE = 2.0  # vLLM refuses more
-GROUP_ESTIMATORS = (
-    *("grpo", "grpo_passk", "grpo_turn", "gdpo", "gigpo"),
-    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"),
-)
 
 # Taken because verl's files have them; a value of one's own gets a warning. Most are for episodes of several turns.
 WITHOUT_EFFECT = (
@@ -27,23 +32,11 @@ WITHOUT_EFFECT = (
     f"{_ACTOR}.checkpoint.load_contents",
     "critic.model.external_lib",
     "critic.checkpoint.load_contents",
+    "reward_model.reward_manager",
     "trainer.balance_batch",
 )
 
 Messages = Iterator[str]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownNames:
-    """The names that registries of other layers hold. An empty collection is not checked."""
-
-    adv_estimators: Collection[str] = field(default_factory=tuple)
-    policy_losses: Collection[str] = field(default_factory=tuple)
-    loss_agg_modes: Collection[str] = field(default_factory=tuple)
-    kl_estimators: Collection[str] = field(default_factory=tuple)
-    reward_managers: Collection[str] = field(default_factory=tuple)
-    loggers: Collection[str] = field(default_factory=tuple)
 
 
 @final
@@ -55,7 +48,7 @@ class Machine:
     cores: int
 
 
-def check(config: Config, names: KnownNames, machine: Machine | None = None) -> tuple[str, ...]:
+def check(config: Config, machine: Machine | None = None) -> tuple[str, ...]:
     """Return the warnings; without a machine, what needs one is not checked.
 
     Raises ConfigError with all faults, one a line.
@@ -63,7 +56,6 @@ def check(config: Config, names: KnownNames, machine: Machine | None = None) -> 
     errors = list(range_errors(config))
     if not errors:  # the rules divide by sizes, so they need these in range
         errors = [message for rule in ERROR_RULES for message in rule(config)]
-        errors += _unknown_names(config, names)
         errors += _machine_errors(config, machine) if machine else ()
     if errors:
         raise ConfigError("\n".join(errors))
@@ -92,6 +84,22 @@ def heads_fit(query_heads: int, kv_heads: int, size: int) -> bool:
 
 def _one_of(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def _names(config: Config) -> Messages:
+    actor = config.actor_rollout_ref.actor
+    settings = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ADV_ESTIMATORS),
+        ("algorithm.kl_penalty", config.algorithm.kl_penalty, KL_ESTIMATORS),
+        (f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, POLICY_LOSSES),
+        (f"{_ACTOR}.loss_agg_mode", actor.loss_agg_mode, LOSS_AGG_MODES),
+        (f"{_ACTOR}.kl_loss_type", actor.kl_loss_type, KL_ESTIMATORS),
+        ("critic.loss_agg_mode", config.critic.loss_agg_mode, LOSS_AGG_MODES),
+        *(("trainer.logger", logger, LOGGERS) for logger in config.trainer.logger),
+    ]
+    for key, name, known in settings:
+        if name not in known:
+            yield f"{key}={name} is not known; there are {', '.join(sorted(known))}"
 
 
 def _files(config: Config) -> Messages:
@@ -211,6 +219,7 @@ def _not_supported(config: Config) -> Messages:
 
 
 ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
+    _names,
     _files,
     _batch,
     _micro_batches,
@@ -230,23 +239,6 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _sandbox,
     _not_supported,
 )
-
-
-def _unknown_names(config: Config, names: KnownNames) -> Messages:
-    actor = config.actor_rollout_ref.actor
-    settings = [
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, names.adv_estimators),
-        ("algorithm.kl_penalty", config.algorithm.kl_penalty, names.kl_estimators),
-        (f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, names.policy_losses),
-        (f"{_ACTOR}.loss_agg_mode", actor.loss_agg_mode, names.loss_agg_modes),
-        (f"{_ACTOR}.kl_loss_type", actor.kl_loss_type, names.kl_estimators),
-        ("critic.loss_agg_mode", config.critic.loss_agg_mode, names.loss_agg_modes),
-        ("reward_model.reward_manager", config.reward_model.reward_manager, names.reward_managers),
-        *(("trainer.logger", logger, names.loggers) for logger in config.trainer.logger),
-    ]
-    for key, name, known in settings:
-        if known and name not in known:
-            yield f"{key}={name} is not known; there are {', '.join(sorted(known))}"
 
 
 def uses_gpu(config: Config, machine: Machine) -> bool:

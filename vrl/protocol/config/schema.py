@@ -11,12 +11,9 @@ from vrl.protocol.config.algorithm import AlgorithmConfig, CustomRewardFunctionC
 from vrl.protocol.config.data import DataConfig
 from vrl.protocol.config.learner import ActorConfig, CriticConfig, RefConfig
 from vrl.protocol.config.model import ModelConfig, ResourcePoolConfig
+from vrl.protocol.config.names import GROUP_LOSSES, SUM_PI_SQUARED_ESTIMATORS, VALUE_ESTIMATORS
 from vrl.protocol.config.rollout import RolloutConfig
 from vrl.protocol.config.trainer import PrepareConfig, RayKwargsConfig, TrainerConfig, WarmStartConfig
-
-VALUE_ESTIMATORS = frozenset({"gae", "bi_level_gae"})  # advantage estimators that need a critic
-SUM_PI_SQUARED_ESTIMATORS = frozenset({"optimal_token_baseline"})  # that need squared probabilities of the vocabulary
-GROUP_LOSSES = frozenset({"tba", "dpo"})  # policy losses over whole groups and against the reference
 
 
 @final

@@ -1,0 +1,28 @@
+"""The names that settings may have, and what some of them imply for other settings.
+
+The things themselves are in registries of other layers, which import torch; `tests/controller/test_launch.py` compares.
+Here they are known at once: a mistyped name is refused before anything is made.
+"""
+
+ADV_ESTIMATORS = (
+    *("gae", "bi_level_gae", "remax", "reinforce_plus_plus"),
+    *("grpo", "grpo_passk", "grpo_turn", "gdpo", "gigpo"),
+    *("rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"),
+)
+VALUE_ESTIMATORS = frozenset({"gae", "bi_level_gae"})  # need a critic
+GROUP_ESTIMATORS = frozenset(ADV_ESTIMATORS) - VALUE_ESTIMATORS - {"remax", "reinforce_plus_plus"}  # compare samples
+SUM_PI_SQUARED_ESTIMATORS = frozenset({"optimal_token_baseline"})  # need squared probabilities of the vocabulary
+
+POLICY_LOSSES = (
+    *("vanilla", "gspo", "sapo", "geo_mean", "cispo", "clip_cov", "kl_cov"),
+    *("dppo_tv", "dppo_kl", "dro", "gpg", "reinforce", "tba", "dpo"),
+)
+GROUP_LOSSES = frozenset({"tba", "dpo"})  # over whole groups and against the reference
+
+LOSS_AGG_MODES = (
+    *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    *("seq-mean-token-mean", "seq-mean-turn-mean-token-mean"),
+)
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))  # +: value of the one, gradient of k2
+LOGGERS = ("console", "tensorboard", "wandb")
