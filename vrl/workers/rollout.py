@@ -10,9 +10,10 @@ import torch.distributed as dist
 from vrl.agent.environments.configured import environment_spec
 from vrl.agent.environments.pool import EnvironmentPool, Schemas
 from vrl.agent.episode import EpisodeLimits
-from vrl.agent.loop import EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
+from vrl.agent.loop import EpisodeLoop, Scorer, Unscored
 from vrl.agent.rewards.pool import RewardPool
 from vrl.agent.rewards.types import RewardSpec
+from vrl.agent.sources import LockStepSource, TrajectoryList
 from vrl.agent.tool_side import ToolSide
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, Meta
@@ -170,6 +171,7 @@ class RolloutWorker:
             self._beside.schemas,
             share=None if self._place.group is None else self._place.share,
             in_order=self._config.trainer.deterministic,
+            leads=self._place.is_leader,
         )
 
     def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:

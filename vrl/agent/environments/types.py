@@ -42,6 +42,9 @@ class Environment(Protocol):
         """Act on the text of a model turn, special tokens left out."""
         ...
 
+    # def finish(self) -> float: optional. The reward of the whole episode, added to the last turn's; asked for when
+    # something else than the environment ends the episode: a limit of turns, tokens, images or time.
+
     def close(self) -> None:
         """Give back what the episode holds; called once, whatever ended it."""
         ...

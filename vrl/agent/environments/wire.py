@@ -43,7 +43,10 @@ class EnvironmentSpec:
 @final
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin an episode under a number of the pool's. It has no answer: what goes wrong shows at the first step."""
+    """Begin an episode under a number of the pool's. What goes wrong shows at the first step.
+
+    The answer has the number's negative: it says only that the call has ended.
+    """
 
     episode: int
     prompt: Prompt
@@ -60,6 +63,14 @@ class Step:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """Ask for the reward of the whole episode, which ends without its environment."""
+
+    episode: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Close:
     """Give back what the episode holds. No answer."""
 
@@ -72,7 +83,7 @@ class Ping:
     """Asks whether the process still runs Python: a call that holds the interpreter's lock stops all its episodes."""
 
 
-Request = Start | Step | Close
+Request = Start | Step | Finish | Close
 PONG_EPISODE = 0  # the number of no episode: the answer to a ping
 
 
@@ -85,6 +96,8 @@ class StepOutcome:
     failure: str | None = None
     run_seconds: float = 0.0  # in the environment
     wait_seconds: float = 0.0  # for a thread, for the start of the environment, and on the way
+    charged: bool = True  # whether a failure is the episode's own; else another's call brought its process down
+    suspect: bool = False  # its process died while a call of it was under way: it may have been this one
 
 
 def encode_answer(episode: int, outcome: StepOutcome) -> bytes:
