@@ -64,6 +64,17 @@ def test_results_come_back_as_they_were(pool: EnvironmentPool) -> None:
     assert pool.schemas["scripted"][0]["function"]["name"] == "act"
 
 
+def test_images_beyond_the_size_of_an_answer_become_notes(pool: EnvironmentPool) -> None:
+    images = [bytes(20 << 20)] * 3
+    outcome = one(pool, {"say": "<image> <image> <image>", "images": images})
+    assert outcome.result is not None
+    assert outcome.result.observation is not None
+    parts = outcome.result.observation.messages[0]["content"]
+    assert [part["type"] for part in parts] == ["image", "text", "image", "text", "text"]
+    assert "[image left out" in parts[-1]["text"]
+    assert list(outcome.result.observation.images) == images[:2]
+
+
 def test_half_a_surrogate_pair_is_replaced(pool: EnvironmentPool) -> None:
     outcome = one(pool, {"say": "a\ud800b \U0001f600"})
     assert outcome.result is not None
