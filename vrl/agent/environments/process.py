@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from vrl.agent.child_process import serve_parent
-from vrl.agent.environments.types import Environment, EnvironmentKind, StepResult
+from vrl.agent.environments.types import Environment, EnvironmentKind, Finishing, StepResult
 from vrl.agent.environments.wire import (
     PONG_EPISODE,
     Close,
@@ -180,8 +180,7 @@ class EpisodeHost:
 
 
 def _final_reward(environment: Environment) -> float:
-    finish: Callable[[], float] | None = getattr(environment, "finish", None)
-    return 0.0 if finish is None else finish()
+    return environment.finish() if isinstance(environment, Finishing) else 0.0
 
 
 def _all_in_time(calls: Sequence[Callable[[], None]]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from vrl.protocol.trajectory import Prompt
 
@@ -42,11 +42,17 @@ class Environment(Protocol):
         """Act on the text of a model turn, special tokens left out."""
         ...
 
-    # def finish(self) -> float: optional. The reward of the whole episode, added to the last turn's; asked for when
-    # something else than the environment ends the episode: a limit of turns, tokens, images or time.
-
     def close(self) -> None:
         """Give back what the episode holds; called once, whatever ended it."""
+        ...
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """An environment that gives a reward for the whole episode, on top of the last turn's."""
+
+    def finish(self) -> float:
+        """Return it; asked for when a limit of turns, tokens, images or time ends the episode, and not `step`."""
         ...
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
 
 from vrl.agent.tools.event_loop import EventLoopThread
 from vrl.agent.tools.pictures import PictureError, encoded
@@ -37,6 +37,13 @@ class ToolResponse:
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
+
+
+@runtime_checkable
+class _Response(Protocol):
+    text: Any
+    image: Any
+    video: Any
 
 
 class BaseTool:
@@ -78,7 +85,7 @@ class UserTool:
         }
         if "execute" not in self._methods:
             raise ConfigError(f"{key}: {type(tool).__name__} has no method execute(instance_id, parameters)")
-        self.scores = getattr(type(tool), "calc_reward", BaseTool.calc_reward) is not BaseTool.calc_reward
+        self.scores = inspect.getattr_static(tool, "calc_reward", BaseTool.calc_reward) is not BaseTool.calc_reward
         self._asynchronous = any(map(inspect.iscoroutinefunction, self._methods.values()))
         self._loop = EventLoopThread("user-tool")
 
@@ -216,8 +223,8 @@ def answer_of(returned: Any) -> ToolAnswer:
     response, reward, metrics = returned, 0.0, {}
     if isinstance(returned, tuple):
         response, reward, metrics = (*returned, *(None, None, None)[len(returned) :])[:3]
-    if hasattr(response, "text") and hasattr(response, "image"):  # ToolResponse, of this package or of verl
-        response = {name: getattr(response, name, None) for name in ("text", "image", "video")}
+    if isinstance(response, _Response):  # ToolResponse, of this package or of verl
+        response = {"text": response.text, "image": response.image, "video": response.video}
     elif response is None or isinstance(response, str | int | float):
         response = {"text": "" if response is None else str(response)}
     if not isinstance(response, Mapping):
