@@ -26,7 +26,8 @@ import torch
 from vrl.agent.environments.pool import EnvironmentPool
 from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
 from vrl.agent.episode import Episode, EpisodeLimits, RenderedPrompt
-from vrl.agent.loop import EpisodeLoop, FixedSource, TrajectoryList, Unscored
+from vrl.agent.loop import EpisodeLoop, Unscored
+from vrl.agent.sources import FixedSource, TrajectoryList
 from vrl.agent.tool_side import ToolSide
 from vrl.controller.resource_pool import free_port
 from vrl.models.renderer import load_renderer

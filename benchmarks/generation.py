@@ -18,7 +18,7 @@ os.environ.update(environment("cpu", 1))
 
 from vllm import SamplingParams
 
-from vrl.agent.loop import FixedSource
+from vrl.agent.sources import FixedSource
 from vrl.controller.commands import settings
 from vrl.controller.prepare import prepare
 from vrl.controller.resource_pool import free_port

@@ -160,3 +160,20 @@ def test_images_that_cannot_be_used_say_why(vision: HFRenderer, text: HFRenderer
         text.check_image(png(40, 60), 2400)
     with pytest.raises(DataError, match="text only"):
         text.observation_ids(OBSERVATIONS["image"], 3, -1)
+
+
+def test_private_characters_of_a_tool_stay(text: HFRenderer) -> None:
+    said = "a\ue000b <|im_end|> c"
+    assert said in text.decode(text.observation_ids([{"role": "tool", "content": said}], 0, -1), keep_special=True)
+
+
+def test_a_role_that_the_template_refuses_is_named(text: HFRenderer) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = HFRenderer(text._tokenizer, template, text.eos_ids, None)
+    renderer.check_turns({"look": "user"})
+    with pytest.raises(ConfigError, match=r"environment look answers with the role tool.*no tools.*config.role=user"):
+        renderer.check_turns({"look": "tool"})

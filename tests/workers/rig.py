@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from vrl.agent.loop import FixedSource, Unscored
+from vrl.agent.loop import Unscored
+from vrl.agent.sources import FixedSource
 from vrl.models.renderer import load_renderer
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.columns import ADVANTAGES, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS

@@ -1,7 +1,6 @@
 """The turn loop over the Hugging Face engine with real tool processes: rows, limits, failures, time."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from vrl.protocol.columns import (
     POLICY_VERSIONS,
     PROMPT_LENGTH,
     RESPONSE_TEXT,
+    RETRIES,
     ROW_ID,
     SAMPLE_INDEX,
     SCORE_EXTRA,
@@ -161,6 +161,19 @@ def test_states_are_equal_where_the_same_was_seen(rig: Rig) -> None:
     assert len(one) == 2
 
 
+def test_a_mask_that_picks_other_tokens_is_noticed(rig: Rig) -> None:
+    renderer, row = rig.context.renderer, acting("row", "look")
+    limits = EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1)
+    for change in (lambda e: e._mask.__setitem__(0, 1), lambda e: e._expanded.__setitem__(-1, 305)):
+        episode = Episode(row, 0, RenderedPrompt.of(row, renderer), renderer, limits)
+        output = EngineOutput(request_id="row", ids=(300, 301), log_probs=(-1.0, -1.0), finish_reason="stop")
+        episode.add_turn(output, 0)
+        assert episode.trajectory(StopReason.ANSWER).num_sampled == 2
+        change(episode)
+        with pytest.raises(ValueError, match=r"turns of \[2\] tokens were sampled"):
+            episode.trajectory(StopReason.ANSWER)
+
+
 def stops(batch: DataProto) -> dict[str, str]:
     return dict(zip(batch.objects[ROW_ID], map(str, batch.objects[STOP_REASON]), strict=True))
 
@@ -268,14 +281,14 @@ def test_time_limits_and_nothing_waits_for_the_slowest(generate: Callable[..., A
         *[acting(f"quick{k}", "hi", {"say": "on"}, {"say": "on"}, {}) for k in range(6)],
     ]
     begin, cpu = time.perf_counter(), time.process_time()
-    batch, engine = generate(prompts, episode_timeout=2.0)
+    batch, engine = generate(prompts, episode_timeout=2.0, max_retries=0)
     assert time.perf_counter() - begin < 6.0
     assert time.process_time() - cpu < 1.5, "the loop sleeps while only tools are under way"
-    assert Counter(stops(batch).values())["time_limit"] == 1
-    assert stops(batch)["hangs"] == "time_limit"
+    assert [name for name, reason in stops(batch).items() if reason in ("time_limit", "failed")] == ["hangs"]
     hanging = batch.objects[ROW_ID].tolist().index("hangs")
-    assert batch.objects[TURN_REWARDS][hanging] == (0.5, 0.0)
-    assert bool(batch.ragged(LOSS_MASK).row(hanging)[-1])
+    assert stops(batch)["hangs"] == "failed", "what it said before a call that hangs gets no score"
+    assert "time limit: a tool call was still under way after 2 s" in batch.objects[SCORE_EXTRA][hanging]["failure"]
+    assert not batch.ragged(LOSS_MASK).row(hanging).any()
     last = [request.request_id for request in engine.requests][-1]
     assert last == "slow/0/1/0"
     info = batch.objects[TURN_INFO][batch.objects[ROW_ID].tolist().index("slow")][0]
@@ -291,6 +304,44 @@ def test_an_episode_may_run_out_of_time_while_it_decodes(generate: Callable[...,
     assert "time limit: no turn ended within 0.3 s" in batch.objects[SCORE_EXTRA][0]["failure"]
     assert sorted(engine.aborted)[:1] == ["first/0/0/0"]
     assert engine.num_unfinished() == 0
+
+
+def test_the_reward_of_the_whole_is_asked_for_at_every_end(generate: Callable[..., Any]) -> None:
+    """At the ends that the environment makes itself, its own reward says it all."""
+    say: Act = {"say": "on", "reward": 0.5}
+    scripts: dict[str, list[Act]] = {
+        "max_turns": [say],
+        "context_full": [say, {"say": "word " * 500, "reward": 0.5}],
+        "image_limit": [{"say": "<image>" * 3, "images": [png(56, 84, 2)] * 3, "reward": 0.5}],
+        "env_done": [{"reward": 0.5, "done": True}],
+        "length": [{"reward": 0.5}],
+    }
+    prompts = [
+        replace(acting(name, "hi", *script), tools_kwargs={"script": script, "finish": 0.25})
+        for name, script in scripts.items()
+    ]
+    batch, _ = generate(prompts, STRICT, max_images=2)
+    assert stops(batch) == {name: name for name in scripts}
+    assert dict(zip(batch.objects[ROW_ID], batch.objects[TURN_REWARDS], strict=True)) == {
+        "max_turns": (0.5, 0.5, 0.5, 0.75),
+        "context_full": (0.5, 0.75),
+        "image_limit": (0.75,),
+        "env_done": (0.5,),
+        "length": (0.5,),
+    }
+
+
+def test_rows_that_kill_their_process_cost_their_neighbours_nothing(generate: Callable[..., Any]) -> None:
+    prompts = [acting(f"kills{k}", "hi", {"sleep": 0.2, "die": True}) for k in range(2)]
+    prompts += [acting(f"beside{k}", "hi", {"say": "on", "sleep": 0.1}, {"sleep": 0.1}) for k in range(10)]
+    batch, _ = generate(prompts, max_retries=1)
+    reasons = stops(batch)
+    assert [name for name, reason in reasons.items() if reason == "failed"] == ["kills0", "kills1"]
+    retries = dict(zip(batch.objects[ROW_ID], batch.dense(RETRIES).tolist(), strict=True))
+    assert all(retries[name] >= 1 for name in ("kills0", "kills1"))
+    alone, _ = generate(prompts[2:])
+    fine = batch.rows([i for i, name in enumerate(batch.objects[ROW_ID]) if name.startswith("beside")])
+    assert fine.ragged(INPUT_IDS).values.tolist() == alone.ragged(INPUT_IDS).values.tolist(), "the same seeds again"
 
 
 def test_timing_changes_nothing_where_that_is_asked_for(generate: Callable[..., Any]) -> None:

@@ -76,8 +76,7 @@ class Episode:
         self._log_probs = [0.0] * len(self._expanded)
         self._turn_ids = [-1] * len(self._expanded)
         self._versions = [-1] * len(self._expanded)
-        self._sampled = 0
-        self._last_turn: tuple[int, ...] = ()
+        self._sampled: list[tuple[int, ...]] = []  # a turn each, as the engine gave them
         self._rewards: list[float] = []
         self._info: list[Mapping[str, Any]] = []
         self._states = [rendered.state]
@@ -112,11 +111,9 @@ class Episode:
         Raises:
             DataError: it holds an image or vision token, which would shift all images behind it.
         """
-        sampled = len(output.ids)
         self._ids += output.ids
         self._append(output.ids, output.log_probs, (1, self.turns, version))
-        self._sampled += sampled
-        self._last_turn = output.ids
+        self._sampled.append(output.ids)
         self.turns += 1
         if not set(self._renderer.banned_ids).isdisjoint(output.ids):
             raise DataError("the engine sampled an image or vision token, although they are banned")
@@ -141,6 +138,13 @@ class Episode:
         """Keep what the environment gave the last turn."""
         self._rewards.append(result.reward)
         self._info.append({**result.info, "tool_seconds": outcome.run_seconds, "queue_seconds": outcome.wait_seconds})
+
+    def add_final_reward(self, reward: float) -> None:
+        """Add the environment's reward of the whole episode to that of the last turn."""
+        missing = self.turns - len(self._rewards)
+        self._rewards += [0.0] * missing
+        self._info += [{}] * missing
+        self._rewards[-1] += reward
 
     def observe(self, observation: Observation) -> StopReason | None:
         """Append an observation; if it does not fit, leave the row as it is and return why the episode ends.
@@ -179,10 +183,23 @@ class Episode:
         if self._renderer.expand(self._ids, self._images) != self._expanded:
             raise DataError("the ids that the engine gets and the row that is trained on drifted apart")
 
+    def _check_mask(self) -> None:
+        """What the mask picks from the row must be what the engine sampled, turn by turn."""
+        marked: list[list[int]] = [[] for _ in self._sampled]
+        for token, sampled, turn in zip(self._expanded, self._mask, self._turn_ids, strict=True):
+            if sampled:
+                marked[turn].append(token)
+        if [tuple(ids) for ids in marked] != self._sampled:
+            lengths = [len(ids) for ids in self._sampled], [len(ids) for ids in marked]
+            raise ValueError(f"turns of {lengths[0]} tokens were sampled, the loss mask holds {lengths[1]} or others")
+
+    @property
+    def _last_turn(self) -> tuple[int, ...]:
+        return self._sampled[-1] if self._sampled else ()
+
     def trajectory(self, reason: StopReason) -> Trajectory:
         """Return the finished row."""
-        if sum(self._mask) != self._sampled:
-            raise ValueError(f"the loss mask holds {sum(self._mask)} tokens, {self._sampled} were sampled")
+        self._check_mask()
         missing = self.turns - len(self._rewards) if self._rewards or self.prompt.env_name else 0
         return Trajectory(
             prompt=self.prompt,

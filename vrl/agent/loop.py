@@ -9,12 +9,13 @@ engine sampled.
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, final
 
+from vrl.agent.environments.types import StepResult
 from vrl.agent.environments.wire import StepOutcome
 from vrl.agent.episode import Episode, EpisodeLimits, RenderedPrompt, failed_row
+from vrl.agent.retries import Retries, Start
 from vrl.agent.rewards.types import Score
 from vrl.agent.tool_side import Running, ToolSide
 from vrl.protocol.errors import ConfigError, DataError
@@ -22,6 +23,7 @@ from vrl.protocol.ports import Engine, EngineOutput, PromptSource, Renderer, Tra
 from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
 
 _STEPS_WITHOUT_PROGRESS = 1000  # engine steps in a row that finish nothing and admit nothing, beyond the token limits
+_LAST_CALL_SECONDS = 30.0  # for the reward of the whole, when the time of an episode is over
 _LIVE_PER_DECODING = 2  # episodes under way, with those that wait for tools, over those that may decode together
 
 
@@ -66,16 +68,6 @@ class LoopSeconds:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """An episode that is to start: a sample of a prompt, and which try it is."""
-
-    prompt: Prompt
-    index: int
-    retry: int = 0
-
-
-@final
 class EpisodeLoop:
     """Runs episodes of one step. `sampling.max_tokens` bounds a turn. Rows without `env_name` have one turn."""
 
@@ -98,7 +90,7 @@ class EpisodeLoop:
         self._running: dict[str, Running] = {}  # in the order in which they started
         self._decoding: dict[str, Running] = {}  # by request
         self._acting = 0  # running episodes that have an environment
-        self._again: list[_Start] = []
+        self._retries = Retries(limits.max_retries)
         self._unscored: list[tuple[Trajectory, Pending]] = []
         self._failed: list[Trajectory] = []
         self._engine_seconds = 0.0
@@ -114,11 +106,11 @@ class EpisodeLoop:
         self._step, self._version = step, version
         open_source = True
         try:
-            while open_source or self._running or self._again:
+            while open_source or self._running or self._retries:
                 open_source = self._admit(source, open_source)
                 if self._decoding:
                     self._decode()
-                if self._acting:
+                if self._acting or self._retries.resting:
                     self._take_events()
                 self._scorer.poll()
                 self._hand_over(sink)
@@ -140,38 +132,37 @@ class EpisodeLoop:
 
     def _admit(self, source: PromptSource, open_source: bool) -> bool:
         """Fill the engine up, with episodes that are tried again first; return False once the source is empty."""
-        while self._again and self._room():
-            self._start(self._again.pop(0))
+        while self._retries.ready and self._room():
+            self._start(self._retries.ready.pop(0))
         room = self._room()
         if not open_source or not room:
             return open_source
         taken = source.take(room)
         for prompt, index in taken:
-            self._start(_Start(prompt, index))
+            self._start(Start(prompt, index))
         return bool(taken)
 
     def _room(self) -> int:
         running = self._limits.max_running
         return max(min(running - len(self._decoding), _LIVE_PER_DECODING * running - len(self._running)), 0)
 
-    def _start(self, start: _Start) -> None:
+    def _start(self, start: Start) -> None:
         prompt = start.prompt
         try:
             rendered = self._rendered.get(prompt.uid) or self._render(prompt)
             episode = Episode(prompt, start.index, rendered, self._renderer, self._limits)
             entry = Running(
-                name=f"{prompt.uid}/{start.index}",
+                start=start,
                 episode=episode,
-                retry=start.retry,
                 deadline=time.monotonic() + self._limits.max_seconds,
-                environment=self._tools.start(prompt),
+                environment=self._tools.start(prompt, start.most_calls),
             )
             self._running[entry.name] = entry
             self._acting += entry.environment is not None
             self._request(entry)
         except DataError:
             # An image that cannot be used fails its own episode only.
-            self._leave(f"{prompt.uid}/{start.index}")
+            self._leave(start.name)
             self._failed.append(failed_row(prompt, start.index, traceback.format_exc()))
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
@@ -187,7 +178,7 @@ class EpisodeLoop:
     # -- turns --------------------------------------------------------------------------------------------------
 
     def _request(self, entry: Running) -> None:
-        request = entry.episode.request(self._sampling, self._step, entry.retry)
+        request = entry.episode.request(self._sampling, self._step, entry.start.retry)
         before = time.perf_counter()
         self._engine.add_request(request)
         self._engine_seconds += time.perf_counter() - before
@@ -211,6 +202,9 @@ class EpisodeLoop:
 
     def _end_turn(self, entry: Running, output: EngineOutput) -> None:
         episode = entry.episode
+        if not output.ids:
+            self._fail(entry, f"engine: it returned no token, finish_reason is {output.finish_reason!r}")
+            return
         try:
             episode.add_turn(output, self._version)
         except DataError:
@@ -218,76 +212,92 @@ class EpisodeLoop:
             return
         by_itself = StopReason.ANSWER if output.finish_reason == "stop" else StopReason.LENGTH
         entry.ended_by = by_itself
-        if entry.environment is None or (by_itself is StopReason.LENGTH and episode.room < 1):
-            self._finish(entry, by_itself)  # half a turn is no action: its environment does not see it
+        if entry.environment is None:
+            self._finish(entry, by_itself)
+        elif by_itself is StopReason.LENGTH and episode.room < 1:
+            self._end(entry, by_itself)  # half a turn is no action: its environment does not see it
         else:
             self._tools.step(entry, episode.turn_text(self._sampling.stop))
 
     def _take_events(self) -> None:
-        """Go on with episodes whose environment has answered, and end those that are over their time."""
+        """Go on with episodes whose environment has answered or whose pause is over; end those over their time."""
         before = time.perf_counter()
-        events = self._tools.events(self._running.values(), bool(self._decoding))
+        events = self._tools.events(self._running.values(), self._retries.resting.values(), bool(self._decoding))
         self._tool_seconds += time.perf_counter() - before
         for event in events:
-            entry = self._running[event.name]
-            if event.outcome is None:
+            if event.name in self._retries.resting:
+                self._retries.rested(event.name)
+                continue
+            entry, outcome = self._running[event.name], event.outcome
+            if outcome is None:
                 self._time_over(entry)
-            elif event.outcome.result is None:
-                self._fail(entry, f"environment {event.outcome.failure}")
+            elif outcome.result is None:
+                failure = f"environment {outcome.failure}"
+                self._fail(entry, failure, charged=outcome.charged, suspect=outcome.suspect)
             else:
-                self._go_on(entry, event.outcome)
+                self._go_on(entry, outcome, outcome.result)
 
-    def _go_on(self, entry: Running, outcome: StepOutcome) -> None:
+    def _go_on(self, entry: Running, outcome: StepOutcome, result: StepResult) -> None:
+        episode = entry.episode
+        if entry.ending is not None:
+            episode.add_final_reward(result.reward)
+            self._finish(entry, entry.ending)
+            return
+        episode.add_outcome(result, outcome)
+        if result.done or result.observation is None:
+            self._finish(entry, StopReason.ENV_DONE if result.done else entry.ended_by)
+            return
         try:
-            reason = self._reason_to_end(entry, outcome)
+            last = episode.turns >= self._limits.max_turns
+            reason = StopReason.MAX_TURNS if last else episode.observe(result.observation)
         except (ConfigError, DataError):
             self._fail(entry, f"environment made an observation that cannot be used: {traceback.format_exc()}")
             return
         if reason is None:
             self._request(entry)
         else:
-            self._finish(entry, reason)
-
-    def _reason_to_end(self, entry: Running, outcome: StepOutcome) -> StopReason | None:
-        """Take in a result; return why the episode ends with it, or None when another turn follows."""
-        result, episode = outcome.result, entry.episode
-        assert result is not None
-        episode.add_outcome(result, outcome)
-        if result.done:
-            return StopReason.ENV_DONE
-        if result.observation is None:
-            return entry.ended_by
-        if episode.turns >= self._limits.max_turns:
-            return StopReason.MAX_TURNS
-        return episode.observe(result.observation)
+            self._end(entry, reason)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
     def _time_over(self, entry: Running) -> None:
-        """End an episode on the last turn that it finished; without one it has failed."""
-        if entry.request_id is not None:
-            self._engine.abort([entry.request_id])
+        """End an episode that decodes on the last turn that it finished.
+
+        Without one it has failed, and so it has while its environment works: what a model said before a call that hangs
+        is no reason for a score.
+        """
+        limit = f"{self._limits.max_seconds:g} s (rollout.agent.episode_timeout)"
+        if entry.request_id is None:
+            self._fail(entry, f"time limit: a tool call was still under way after {limit}")
+            return
+        self._engine.abort([entry.request_id])
+        self._decoding.pop(entry.request_id)
+        entry.request_id = None
         if entry.episode.turns:
-            self._finish(entry, StopReason.TIME_LIMIT)
+            entry.deadline = time.monotonic() + _LAST_CALL_SECONDS
+            self._end(entry, StopReason.TIME_LIMIT)
         else:
-            seconds = self._limits.max_seconds
-            self._fail(entry, f"time limit: no turn ended within {seconds:g} s (rollout.agent.episode_timeout)")
+            self._fail(entry, f"time limit: no turn ended within {limit}")
+
+    def _end(self, entry: Running, reason: StopReason) -> None:
+        """End an episode that its environment does not end; that is asked for the reward of the whole first."""
+        entry.ending = reason
+        self._tools.finish(entry)
 
     def _finish(self, entry: Running, reason: StopReason) -> None:
         self._leave(entry.name)
-        trajectory = entry.episode.trajectory(reason)
+        trajectory = replace(entry.episode.trajectory(reason), retries=entry.start.retry + entry.start.reruns)
         pending = self._scorer.submit(entry.episode.reward_prompt(reason), trajectory.response_text)
         self._unscored.append((trajectory, pending))
 
-    def _fail(self, entry: Running, failure: str) -> None:
+    def _fail(self, entry: Running, failure: str, *, charged: bool = True, suspect: bool = False) -> None:
         """Try an episode again that failed outside the model, with nothing left of this try; or give it up."""
         self._leave(entry.name)
-        episode = entry.episode
-        if entry.retry < self._limits.max_retries:
-            self._again.append(_Start(episode.prompt, episode.sample_index, entry.retry + 1))
-        else:
-            tries = f" (the last of {entry.retry + 1} tries)" if entry.retry else ""
-            self._failed.append(episode.failed(f"{failure}{tries}"))
+        start = entry.start
+        if not self._retries.again(start, failure, charged=charged, suspect=suspect):
+            tries = f" (the last of {start.retry + 1} tries)" if start.retry else ""
+            failed = entry.episode.failed(f"{failure}{tries}")
+            self._failed.append(replace(failed, retries=start.retry + start.reruns))
 
     def _leave(self, name: str) -> None:
         entry = self._running.pop(name, None)
@@ -305,48 +315,6 @@ class EpisodeLoop:
             return
         self._unscored = [entry for entry in self._unscored if not entry[1].done()]
         sink.put([_scored(trajectory, pending.score) for trajectory, pending in done])
-
-
-@final
-class FixedSource:
-    """Prompts that belong to one replica, in order."""
-
-    def __init__(self, episodes: Sequence[tuple[Prompt, int]]) -> None:
-        self._left = list(reversed(episodes))
-
-    def take(self, k: int) -> list[tuple[Prompt, int]]:
-        """Return the next `k` episodes, or those that are left."""
-        return [self._left.pop() for _ in range(min(k, len(self._left)))]
-
-
-@final
-class TrajectoryList:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.trajectories: list[Trajectory] = []
-
-    def put(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append; the list is in the order in which episodes were scored."""
-        self.trajectories.extend(trajectories)
-
-
-@final
-class LockStepSource:
-    """What all tensor-parallel ranks of an engine take from: the leader takes, the others are told.
-
-    `share` sends the leader's list to its peers and returns it on each of them.
-    """
-
-    def __init__(
-        self, source: PromptSource | None, share: Callable[[list[tuple[Prompt, int]] | None], list[tuple[Prompt, int]]]
-    ) -> None:
-        self._source = source
-        self._share = share
-
-    def take(self, k: int) -> list[tuple[Prompt, int]]:
-        """Return what the leader took, the same on all ranks of the engine. A collective: all of them call it."""
-        return self._share(self._source.take(k) if self._source is not None else None)
 
 
 @final

@@ -20,6 +20,7 @@ from vrl.protocol.columns import (
     LOSS_MASK,
     OLD_LOG_PROBS,
     PROMPT_LENGTH,
+    RETRIES,
     RETURNS,
     REWARD_BASELINES,
     RM_CUT_TOKENS,
@@ -47,6 +48,7 @@ _OF_ROWS = {
     RM_SCORES: "reward_model/score",
     RULE_SCORES: "reward_model/rule_score",
 }
+_ROWS_ABOVE_ZERO = {RM_CUT_TOKENS: "reward_model/truncated_rows", RETRIES: "training/retried_rows"}
 _SAMPLED = {ADVANTAGES: "critic/advantages", RETURNS: "critic/returns", VALUES: "critic/values"}
 
 
@@ -54,7 +56,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     """Return scores, rewards, advantages, lengths, turns, stop reasons and mismatch of a step's rows.
 
     Columns that the batch lacks have no metrics, nor have environments that no row had. `response_length` counts all
-    tokens after the prompt, observations included; `num_turns` counts the model's turns.
+    tokens after the prompt, observations included; `num_turns` counts the model's turns; `training/retried_rows` are
+    rows whose episode had failed outside the model before, and was run again.
     """
     out = {"training/num_rows": float(len(batch))}
     if not len(batch):
@@ -66,8 +69,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     for column, name in _OF_ROWS.items():
         if column in batch:
             out |= _spread(name, batch.dense(column))
-    if RM_CUT_TOKENS in batch:
-        out["reward_model/truncated_rows"] = float((batch.dense(RM_CUT_TOKENS) > 0).sum())
+    counted = [column for column in _ROWS_ABOVE_ZERO if column in batch]
+    out |= {_ROWS_ABOVE_ZERO[column]: float((batch.dense(column) > 0).sum()) for column in counted}
     for column, name in _SAMPLED.items():
         if column in batch:
             out |= _spread(name, batch.ragged(column).values[mask])

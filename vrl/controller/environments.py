@@ -1,12 +1,13 @@
 """The environments of a run, looked at before anything expensive starts: what rows use, whether it loads and works."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
-from vrl.agent.environments.configured import environment_spec, running_code, with_built_in
+from vrl.agent.environments.configured import environment_spec, observation_roles, running_code, with_built_in
 from vrl.agent.environments.pool import Schemas, check_environments
+from vrl.agent.environments.registry import PLAIN
 from vrl.agent.sandbox.runner import probe
 from vrl.data.dataset import used_environments
 from vrl.models.renderer import HFRenderer
@@ -36,6 +37,7 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
     trained = () if config.trainer.val_only else config.data.train_files
     files = list(dict.fromkeys([*trained, *config.data.val_files, *taught]))
     used = used_environments(files) if files else set[str]()
+    named = bool(config.actor_rollout_ref.rollout.agent.environments)
     config = with_built_in(config, used)
     left_out = _without_sandbox(config, used)
     if left_out:
@@ -43,8 +45,28 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
     spec = environment_spec(config)
     if not spec.kinds:
         return config, Tools(left_out=left_out)
-    renderer.check_turns()
-    return config, Tools(schemas=check_environments(spec), left_out=left_out)
+    renderer.check_turns(observation_roles(config))
+    if not named and set(spec.kinds) != {PLAIN} and config.actor_rollout_ref.rollout.agent.max_turns == 1:
+        _LOG.warning(
+            "rows use %s, but actor_rollout_ref.rollout.agent.max_turns=1: no model sees what an environment answers; "
+            "set max_turns=4, for example",
+            ", ".join(spec.kinds),
+        )
+    schemas = check_environments(spec)
+    hidden = [name for name, shown in schemas.items() if shown and not _shows(renderer, shown)]
+    if hidden:
+        _LOG.warning(
+            "the chat template leaves out the tools of %s: no prompt shows them; describe them in the messages "
+            "of the data and set config.show_schemas=False in its entry, or take a model whose template has them",
+            ", ".join(hidden),
+        )
+    return config, Tools(schemas=schemas, left_out=left_out)
+
+
+def _shows(renderer: HFRenderer, schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the chat template writes function schemas into a prompt."""
+    question = [{"role": "user", "content": "Question"}]
+    return renderer.render(question, schemas) != renderer.render(question)
 
 
 def _without_sandbox(config: Config, used: Collection[str]) -> frozenset[str]:

@@ -10,7 +10,8 @@ from typing import Any, final
 
 from vrl.agent.environments.configured import environment_spec
 from vrl.agent.environments.pool import EnvironmentPool
-from vrl.agent.loop import EpisodeLoop, FixedSource, TrajectoryList, Unscored
+from vrl.agent.loop import EpisodeLoop, Unscored
+from vrl.agent.sources import FixedSource, TrajectoryList
 from vrl.agent.tool_side import ToolSide
 from vrl.models.renderer import HFRenderer
 from vrl.protocol.config.schema import Config

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import ray
 
-from vrl.agent.loop import FixedSource
+from vrl.agent.sources import FixedSource
 from vrl.protocol.ports import PromptSource
 from vrl.protocol.trajectory import Prompt
 

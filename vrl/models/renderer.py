@@ -114,18 +114,25 @@ class HFRenderer:
             raise DataError(f"{images} images of an observation became {ids.count(self._vision.image_id)} placeholders")
         return ids
 
-    def check_turns(self) -> None:
+    def check_turns(self, roles: Mapping[str, str] | None = None) -> None:
         """Prove that the chat template can be continued turn by turn; called where episodes have several turns.
 
+        Args:
+            roles: of the messages that carry the answers of an environment, by its name, where that is known.
+
         Raises:
-            ConfigError: it cannot, not even by messages of the user.
+            ConfigError: it cannot by messages of the user, or by those of such a role.
         """
-        for roles in (("user",), ("tool",), ("tool", "tool")):
+        self.observation_ids([{"role": "user", "content": "text"}], 0, -1)
+        for name, role in (roles or {}).items():
             try:
-                self.observation_ids([{"role": role, "content": "text"} for role in roles], 0, -1)
-            except ConfigError:
-                if roles == ("user",):
-                    raise  # tools may as well answer as the user does
+                for count in (1, 2):
+                    self.observation_ids([{"role": role, "content": "text"}] * count, 0, -1)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"environment {name} answers with the role {role}: {error}; or set its config.role=user in "
+                    "actor_rollout_ref.rollout.agent.environments"
+                ) from error
 
     def check_image(self, data: bytes, max_pixels: int) -> None:
         """Raise DataError, with a reason that a model may read, unless an image can be used as it is."""

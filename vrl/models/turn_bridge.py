@@ -11,13 +11,13 @@ from typing import Any, Final, final
 
 from jinja2 import TemplateError
 
-from vrl.protocol.errors import ConfigError
+from vrl.protocol.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
 
 _QUESTION: Final = {"role": "user", "content": "Question"}
 _ANSWER: Final = "Xanswerx"
-_PRIVATE_USE: Final = range(0xE000, 0xF8FF)
+_PRIVATE_USE: Final = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 _NO_TEXT: Final = frozenset({"role", "type"})  # of a message or a part: names, not text
 
 
@@ -127,5 +127,10 @@ def _has_image(message: Message) -> bool:
 
 
 def _unused_character(messages: Sequence[Message]) -> str:
-    text = str(messages)
-    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+    used: set[str] = set()
+    for message in messages:
+        _mapped(message, lambda text: used.update(text) or text)
+    character = next((chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used), None)
+    if character is None:
+        raise DataError("an observation uses every private character of Unicode")
+    return character

@@ -53,6 +53,7 @@ RESPONSE_TEXT: Final = declare("response_text", "object", "B", "rollout.generate
 MESSAGES: Final = declare("messages", "object", "B", "rollout.generate", "the prompt as messages, not rendered")
 GROUND_TRUTH: Final = declare("ground_truth", "object", "B", "rollout.generate", "what the reward compared with")
 SCORE_EXTRA: Final = declare("score_extra", "object", "B", "rollout.generate", "parts of the score, a mapping")
+RETRIES: Final = declare("retries", "int64", "B", "rollout.generate", "tries of the episode before this one")
 TURN_REWARDS: Final = declare("turn_rewards", "object", "B", "rollout.generate", "tuple, a number a turn, or empty")
 TURN_INFO: Final = declare("turn_info", "object", "B", "rollout.generate", "tuple, a mapping a turn, or empty")
 TURN_STATES: Final = declare(

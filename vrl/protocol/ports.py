@@ -40,8 +40,8 @@ class Renderer(Protocol):
         """
         ...
 
-    def check_turns(self) -> None:
-        """Raise ConfigError unless the chat template can be continued turn by turn."""
+    def check_turns(self, roles: Mapping[str, str] | None = None) -> None:
+        """Raise ConfigError unless the chat template can be continued turn by turn, also with these roles."""
         ...
 
     def check_image(self, data: bytes, max_pixels: int) -> None:

@@ -17,6 +17,7 @@ from vrl.protocol.columns import (
     PROMPT_LENGTH,
     PROMPT_TEXT,
     RESPONSE_TEXT,
+    RETRIES,
     ROLLOUT_LOG_PROBS,
     ROW_ID,
     SAMPLE_INDEX,
@@ -50,6 +51,7 @@ def batch_of(trajectories: Sequence[Trajectory], positions: Sequence[Tensor] | N
         TOKEN_LEVEL_SCORES: Ragged.from_rows([_score_row(t) for t in trajectories], torch.float32),
         PROMPT_LENGTH: torch.tensor([t.prompt_length for t in trajectories], dtype=torch.int64),
         SAMPLE_INDEX: torch.tensor([t.sample_index for t in trajectories], dtype=torch.int64),
+        RETRIES: torch.tensor([t.retries for t in trajectories], dtype=torch.int64),
     }
     if positions is not None:
         columns[POSITION_IDS] = _positions(trajectories, positions)

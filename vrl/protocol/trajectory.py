@@ -104,6 +104,7 @@ class Trajectory:
     turn_states: tuple[str, ...] = ()  # a hash of what the model saw before each turn: the prompt, then observations
     score: float = 0.0  # of the outcome; turn rewards come on top
     score_extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    retries: int = 0  # earlier tries of this episode that failed outside the model
     failure: str | None = None  # traceback or reason when stop_reason is FAILED
 
     def __post_init__(self) -> None:

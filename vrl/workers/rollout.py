@@ -7,12 +7,13 @@ from typing import Self, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from vrl.agent.environments.configured import environment_spec
+from vrl.agent.environments.configured import environment_spec, observation_roles
 from vrl.agent.environments.pool import EnvironmentPool, Schemas
 from vrl.agent.episode import EpisodeLimits
-from vrl.agent.loop import EpisodeLoop, LockStepSource, Scorer, TrajectoryList, Unscored
+from vrl.agent.loop import EpisodeLoop, Scorer, Unscored
 from vrl.agent.rewards.pool import RewardPool
 from vrl.agent.rewards.types import RewardSpec
+from vrl.agent.sources import LockStepSource, TrajectoryList
 from vrl.agent.tool_side import ToolSide
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, Meta
@@ -111,7 +112,7 @@ class RolloutWorker:
         """Start the engine and, on leaders, tool processes, and reward processes where reward functions count."""
         config = context.config
         if config.actor_rollout_ref.rollout.agent.environments:
-            context.renderer.check_turns()
+            context.renderer.check_turns(observation_roles(config))
         place = EngineGroup.of(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         engine = build_engine(context, place.replica)
         scorer: Scorer = _reward_pool(config) if place.is_leader and config.scores_by_rule else Unscored()
@@ -170,6 +171,7 @@ class RolloutWorker:
             self._beside.schemas,
             share=None if self._place.group is None else self._place.share,
             in_order=self._config.trainer.deterministic,
+            leads=self._place.is_leader,
         )
 
     def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:

@@ -1,5 +1,6 @@
 """Environments for tests, loaded by name in tool processes. What a turn's text says is what happens."""
 
+import asyncio
 import os
 import re
 import threading
@@ -34,6 +35,8 @@ class Scripted:
             re.match("(a+)+$", "a" * 64 + "b")  # never lets go of the interpreter's lock
         if act.get("die") or (act.get("die_once") and self._first("died")):
             os._exit(7)
+        if act.get("cancel"):
+            raise asyncio.CancelledError
         if act.get("raise") or (act.get("raise_once") and self._first("raised")):
             raise RuntimeError(f"the tool broke in turn {self._turn}")
         if "return" in act:
@@ -48,6 +51,9 @@ class Scripted:
             done=act.get("done", False),
             info={"calls": 1, "thread": threading.current_thread().name, **act.get("info", {})},
         )
+
+    def finish(self) -> float:
+        return self._prompt.tools_kwargs.get("finish", 0.0)
 
     def close(self) -> None:
         self._note("close")

@@ -120,3 +120,13 @@ def test_marks_and_images_agree() -> None:
     assert read_observation(with_images) is not None
     with pytest.raises(ValueError, match="3 marks <image> for 2 images"):
         read_observation({"prompt": "<image><image><image>", **with_images})
+
+
+def test_an_image_that_cannot_be_read_becomes_a_text() -> None:
+    broken = [b"\x89PNG\r\n\x1a\nxxxx", Image.new("RGB", (0, 3)), Image.new("RGB", (9, 9))]
+    seen = read_observation({"prompt": "a<image>b<image>c<image>", "multi_modal_data": {"image": broken}})
+    assert seen is not None
+    assert len(seen.images) == 1
+    parts = seen.messages[0]["content"]
+    assert [part["type"] for part in parts] == ["text", "text", "text", "text", "text", "image"]
+    assert all("[image left out" in parts[number]["text"] for number in (1, 3))

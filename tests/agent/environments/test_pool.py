@@ -64,6 +64,17 @@ def test_results_come_back_as_they_were(pool: EnvironmentPool) -> None:
     assert pool.schemas["scripted"][0]["function"]["name"] == "act"
 
 
+def test_images_beyond_the_size_of_an_answer_become_notes(pool: EnvironmentPool) -> None:
+    images = [bytes(20 << 20)] * 3
+    outcome = one(pool, {"say": "<image> <image> <image>", "images": images})
+    assert outcome.result is not None
+    assert outcome.result.observation is not None
+    parts = outcome.result.observation.messages[0]["content"]
+    assert [part["type"] for part in parts] == ["image", "text", "image", "text", "text"]
+    assert "[image left out" in parts[-1]["text"]
+    assert list(outcome.result.observation.images) == images[:2]
+
+
 def test_half_a_surrogate_pair_is_replaced(pool: EnvironmentPool) -> None:
     outcome = one(pool, {"say": "a\ud800b \U0001f600"})
     assert outcome.result is not None
@@ -95,6 +106,7 @@ def test_waits_of_episodes_overlap_and_calls_of_one_do_not(pool: EnvironmentPool
         ({"say": [{"role": "oracle", "content": "x"}]}, "a role of"),
         ({"say": [{"role": "tool", "content": 3}]}, "step raised"),
         ({"say": [{"role": "tool", "content": ["x"]}]}, "typed parts"),
+        ({"cancel": True}, "step raised: .*CancelledError"),
         ({"die": True}, "process died: .*exit code 7"),
     ],
 )
@@ -118,6 +130,43 @@ def test_a_process_that_dies_fails_its_own_episodes_only(pool: EnvironmentPool) 
         pool.close_episode(episode)
     assert one(pool, {"say": "fine"}).failure is None
     assert len(pool.process_ids()) == 2
+
+
+def test_a_process_that_dies_costs_those_a_try_that_may_have_killed_it(tmp_path: Path) -> None:
+    with EnvironmentPool(1, spec_of(tmp_path)) as pool:
+        idle, waits, dies = (
+            pool.start(prompt(uid, {"say": "fine"}, act))
+            for uid, act in (("idle", {}), ("waits", {"sleep": 3600}), ("dies", {"sleep": 0.3, "die": True}))
+        )
+        outcomes(pool, [pool.step(episode, "go") for episode in (idle, waits, dies)])
+        found = outcomes(pool, [pool.step(episode, "go") for episode in (waits, dies)])
+        found += outcomes(pool, [pool.step(idle, "go")])
+        assert [(outcome.charged, outcome.suspect) for outcome in found] == [
+            (False, True),
+            (False, True),
+            (False, False),
+        ]
+        first, second = (pool.start(prompt(f"s{n}", {"sleep": 0.3, "die": True}), most_calls=1) for n in range(2))
+        steps = [pool.step(episode, "go") for episode in (first, second)]
+        found = outcomes(pool, steps)
+        assert [(outcome.charged, outcome.suspect) for outcome in found] == [(True, True), (False, False)]
+        assert all(outcome.failure and "exit code 7" in outcome.failure for outcome in found)
+        assert len(pool.process_ids()) == 1, "the process of suspects has no successor"
+
+
+def test_suspects_act_one_after_the_other(tmp_path: Path) -> None:
+    with EnvironmentPool(1, spec_of(tmp_path)) as pool:
+        episodes = [pool.start(prompt(f"one{n}", {"sleep": 0.2, "say": "fine"}), most_calls=1) for n in range(3)]
+        steps = [pool.step(episode, "go") for episode in episodes]
+        found = outcomes(pool, steps)
+        assert all(outcome.failure is None for outcome in found)
+        held = [step.held_seconds for step in steps]
+        assert held[1] - held[0] >= 0.2
+        assert held[2] - held[1] >= 0.2
+        assert len(pool.process_ids()) == 2
+        for episode in episodes:
+            pool.close_episode(episode)
+        assert len(pool.process_ids()) == 1
 
 
 def test_a_call_that_hangs_is_given_up(pool: EnvironmentPool) -> None:

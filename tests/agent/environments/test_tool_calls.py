@@ -41,6 +41,12 @@ class Counter(BaseTool):
         self.totals[instance_id] += parameters["by"]
         if parameters["by"] == 13:
             raise RuntimeError("thirteen")
+        if parameters["by"] == 55:
+            raise ValueError("no service") from ConnectionError("refused")
+        if parameters["by"] == 44:
+            raise FileNotFoundError("no such file")
+        if parameters["by"] == 33:
+            return {1, 2}
         if parameters["by"] == 99:
             raise ToolFailure("the counting service is down")
         reward = float("nan") if parameters["by"] == 77 else 0.5
@@ -87,6 +93,21 @@ def test_an_episode_from_start_to_end(kind: ToolKind, counter: Counter) -> None:
     assert counter.released == 2
 
 
+def test_exceptions_of_a_tool_stand_in_the_info(kind: ToolKind) -> None:
+    result = kind.start(prompt()).step(call("count", by=13))
+    assert result.info["tool_exceptions"] == 1
+    assert "RuntimeError: thirteen" in result.info["tool_tracebacks"][0]
+    assert "FileNotFoundError" in texts(kind.start(prompt()).step(call("count", by=44)))[0], "models name files"
+
+
+@pytest.mark.parametrize(
+    ("by", "why"), [(77, "the reward is nan"), (33, "execute returned set"), (55, "failed: ValueError: no service")]
+)
+def test_what_is_no_fault_of_the_model_fails_the_episode(kind: ToolKind, by: int, why: str) -> None:
+    with pytest.raises(ToolFailure, match=why):
+        kind.start(prompt()).step(call("count", by=by))
+
+
 @pytest.mark.parametrize(
     ("text", "told", "counts"),
     [
@@ -99,7 +120,6 @@ def test_an_episode_from_start_to_end(kind: ToolKind, counter: Counter) -> None:
         (call("count", by="1"), "by: '1' is not of type 'integer'", (1, 1, 0)),
         (call("count", by=-1), "by: -1 is less than the minimum of 0", (1, 1, 0)),
         (call("count", by="x" * 9999), "is not of type 'integer'", (1, 1, 0)),
-        (call("count", by=77), "the reward is nan", (1, 1, 0)),
         (call("count", by=13), "the tool count failed: RuntimeError: thirteen", (1, 1, 0)),
         ("<tool_call>{'name'</tool_call>", "not valid JSON", (0, 0, 1)),
         ("<tool_call>", "is not closed", (0, 0, 1)),
@@ -216,3 +236,9 @@ def test_arguments_as_deep_and_odd_as_a_parser_lets_through(kind: ToolKind) -> N
     deep = json.dumps({"name": "count", "arguments": {"by": [[[[[{"a": 1e300}]]]]], "\u0000": None}})
     environment = kind.start(prompt())
     assert "bad arguments" in texts(environment.step(f"<tool_call>{deep}</tool_call>"))[0]
+
+
+def test_a_tool_that_the_row_names_is_asked_for_its_reward_without_a_call(kind: ToolKind) -> None:
+    named = kind.start(prompt(count={"create_kwargs": {"start": 3}}))
+    assert named.finish() == 3.0
+    assert kind.start(prompt()).finish() == 0.0

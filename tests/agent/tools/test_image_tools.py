@@ -1,5 +1,6 @@
 """Zoom and rotation on the original image: every pixel is where it should be, every bad argument is an answer."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,12 @@ def test_what_users_tools_call_an_image() -> None:
     for wrong in (b"\x89PNG but no more", "path.png", 3):
         with pytest.raises(PictureError):
             encoded(wrong)
+
+
+def test_a_long_image_is_made_smaller_before_it_is_turned() -> None:
+    begin = time.process_time()
+    answer = rotate({"angle": 33}, png(20_000, 100), max_aspect=1000)
+    width, height = opened(answer.images[0]).size
+    assert 0.9 * 4_194_304 <= width * height <= 4_194_304
+    assert time.process_time() - begin < 3.0
+    assert "too large to be opened" in rotate({"angle": 33}, png(9_400, 9_000)).text

@@ -40,6 +40,17 @@ def with_built_in(config: Config, used: Collection[str]) -> Config:
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, rollout=rollout))
 
 
+def observation_roles(config: Config) -> dict[str, str]:
+    """Return the role in which each configured built-in environment answers, by its name."""
+    roles: dict[str, str] = {}
+    for name, entry in config.actor_rollout_ref.rollout.agent.environments.items():
+        kind = entry.get("class") if isinstance(entry, Mapping) else entry
+        given = (entry.get("config") or {}) if isinstance(entry, Mapping) else {}
+        if kind in BUILT_IN and kind != PLAIN:
+            roles[name] = given.get("role", "tool")
+    return roles
+
+
 def running_code(config: Config) -> set[str]:
     """Return the names of the configured environments that run a model's code in the sandbox."""
     settings = settings_of(config)

@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
 from vrl.agent.environments.observations import count_marks, plain_text
 from vrl.agent.environments.types import Observation, StepResult
 from vrl.agent.plugins import construct
-from vrl.agent.tools.pictures import encoded, open_picture
+from vrl.agent.tools.pictures import PictureError, encoded, open_picture
 from vrl.agent.tools.types import ToolFailure
 from vrl.agent.tools.user_tools import finite
+from vrl.protocol.messages import placed_images, replaced_images
 from vrl.protocol.trajectory import IMAGE_MARK, Prompt
 
 _ROLES: Final = frozenset({"user", "tool", "system"})  # of what an observation may say; a model's own words are none
@@ -131,21 +132,30 @@ def read_observation(observation: Any) -> Observation | None:
 
     A text may bring the chat template's own marks (`<|im_end|>\\n<|im_start|>user\\n...`): they are read as messages.
     A mapping has `prompt` (text) or `chat` (messages), and `multi_modal_data` with `image`. Images without a mark
-    stand before the text of the first message, as in DeepEyes. Raises ValueError when there are more marks than images.
+    stand before the text of the first message, as in DeepEyes; one that cannot be read becomes a text. Raises
+    ValueError when there are more marks than images.
     """
     images: list[bytes] = []
+    faults: dict[int, str] = {}
     if isinstance(observation, Mapping):
         data = observation.get("multi_modal_data") or {}
-        images = [encoded(image) for image in data.get("image") or []]
+        for number, image in enumerate(data.get("image") or []):
+            try:
+                images.append(encoded(image))
+            except (PictureError, SystemError, ValueError) as error:  # no pixels are no PNG
+                faults[number] = f"[image left out: {error}]"
         observation = observation.get("chat") or observation.get("prompt")
     if not observation:
-        if not images:
+        if not images and not faults:
             return None
-        observation = IMAGE_MARK * len(images)
+        observation = IMAGE_MARK * (len(images) + len(faults))
     messages = _read_text(observation) if isinstance(observation, str) else [_message(item) for item in observation]
     if not messages:
         return None
-    return Observation(messages=tuple(_with_marks(messages, len(images))), images=tuple(images))
+    marked = _with_marks(messages, len(images) + len(faults))
+    if faults:
+        marked = replaced_images(placed_images(marked, len(images) + len(faults)), faults)
+    return Observation(messages=tuple(marked), images=tuple(images))
 
 
 def _read_text(text: str) -> list[dict[str, Any]]:

@@ -3,6 +3,10 @@
     turn loop --start/step/close--> process 0..n-1 (each holds many episodes and runs their calls side by side)
               <--poll-- results; a process that dies fails its own episodes only and is replaced
 
+Which of several calls under way brought a process down, nobody sees: all of their episodes are suspects, and the loop
+starts them again in a process of their own where few calls run at a time, and in the end one. There a death has one
+cause.
+
 Processes are started by `subprocess` and die with the thread that started them, so the pool belongs to the worker's
 main thread. The pool knows no time limit: the loop does, and closes an episode whose call takes too long. Its process
 then gets no new episode and ends with the last one it has: a thread that hangs cannot be stopped in any other way. A
@@ -16,6 +20,7 @@ import math
 import pickle
 import selectors
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -23,6 +28,7 @@ from vrl.agent.child_process import ChildProcess
 from vrl.agent.environments.wire import (
     Close,
     EnvironmentSpec,
+    Finish,
     Ping,
     Request,
     Start,
@@ -58,10 +64,11 @@ def check_environments(spec: EnvironmentSpec, start_limit_seconds: float = _STAR
 class PendingStep:
     """A step that was asked for; `outcome` is there once `done()`."""
 
-    __slots__ = ("_asked", "_outcome")
+    __slots__ = ("_asked", "_outcome", "_sent")
 
     def __init__(self) -> None:
         self._asked = time.perf_counter()
+        self._sent: float | None = None
         self._outcome: StepOutcome | None = None
 
     def done(self) -> bool:
@@ -79,6 +86,15 @@ class PendingStep:
         """Time since it was asked for."""
         return time.perf_counter() - self._asked
 
+    @property
+    def held_seconds(self) -> float:
+        """Time that the pool held it back, since other calls were not to run beside it."""
+        return (time.perf_counter() if self._sent is None else self._sent) - self._asked
+
+    def sent(self) -> None:
+        """Called by the pool when it goes to its process."""
+        self._sent = time.perf_counter()
+
     def resolve(self, outcome: StepOutcome) -> None:
         """Called by the pool, once."""
         assert self._outcome is None
@@ -89,15 +105,23 @@ class PendingStep:
 class _Process:
     """One tool process as its pool sees it."""
 
-    def __init__(self, spec_frame: bytes, start_limit_seconds: float) -> None:
+    def __init__(self, spec_frame: bytes, start_limit_seconds: float, most_calls: int | None) -> None:
         self.child = ChildProcess("vrl.agent.environments.process", spec_frame)
         self.start_deadline = time.monotonic() + start_limit_seconds
         self.ready = False
         self.retired = False
         self.episodes: set[int] = set()
+        self.starting: set[int] = set()
         self.pending: dict[int, PendingStep] = {}
+        self.most_calls = most_calls  # under way at a time; None for a process that is under no suspicion
+        self.under_way: set[int] = set()  # whose they are
+        self.waiting: deque[tuple[int, bytes]] = deque()  # the calls behind them, each with its episode
         self.heard = time.monotonic()
         self.pinged: float | None = None  # when it was asked whether it runs; None once it has answered
+
+    def suspects(self) -> set[int]:
+        """Return the episodes whose calls are under way."""
+        return self.starting | set(self.pending) if self.most_calls is None else set(self.under_way)
 
     def is_silent(self, limit_seconds: float) -> bool:
         """Whether it has not answered a ping in time."""
@@ -132,7 +156,7 @@ class EnvironmentPool:
         self._processes: list[_Process] = []
         self._ending: list[tuple[ChildProcess, float]] = []
         self._home: dict[int, _Process] = {}
-        self._lost: dict[int, str] = {}  # episodes whose environment is gone, and why
+        self._lost: dict[int, StepOutcome] = {}  # episodes whose environment is gone, and why
         self._next = 0
         self._failed_starts = 0
         with contextlib.ExitStack() as on_failure:
@@ -149,31 +173,69 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, prompt: Prompt) -> int:
-        """Let the environment of a new episode start in the process that has fewest; return the episode's number."""
+    def start(self, prompt: Prompt, most_calls: int | None = None) -> int:
+        """Let the environment of a new episode start in the process that has fewest; return the episode's number.
+
+        With `most_calls` that is a further process, where so many calls run at a time; it ends with its last episode.
+        """
         self._next += 1
-        process = min((p for p in self._processes if not p.retired), key=lambda p: len(p.episodes))
-        self._home[self._next] = process
-        process.episodes.add(self._next)
+        episode = self._next
+        if most_calls is not None and not self._open(most_calls):
+            self._add_process(most_calls)
+        process = min(self._open(most_calls), key=lambda p: len(p.episodes))
+        self._home[episode] = process
+        process.episodes.add(episode)
         try:
-            data = frame(pickle.dumps(Start(self._next, prompt)))
+            data = frame(pickle.dumps(Start(episode, prompt)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            self._lost[self._next] = f"bad value: the row cannot be sent to a process: {error}"
-            return self._next
-        process.child.send(self._selector, data)
-        return self._next
+            self._lost[episode] = StepOutcome(failure=f"bad value: the row cannot be sent to a process: {error}")
+            return episode
+        process.starting.add(episode)
+        self._call(process, episode, data)
+        return episode
+
+    def _open(self, most_calls: int | None) -> list[_Process]:
+        """Return the processes with such a limit that take new episodes."""
+        return [process for process in self._processes if not process.retired and process.most_calls == most_calls]
 
     def step(self, episode: int, text: str) -> PendingStep:
         """Act on a model turn in the environment of the episode; an earlier call of it must be done."""
+        return self._ask(Step(episode, text))
+
+    def finish(self, episode: int) -> PendingStep:
+        """Ask the environment for the reward of the whole episode, which the result holds; then close the episode."""
+        return self._ask(Finish(episode))
+
+    def _ask(self, request: Step | Finish) -> PendingStep:
         pending = PendingStep()
-        failure = self._lost.get(episode)
-        if failure is not None:
-            pending.resolve(StepOutcome(failure=failure))
+        lost = self._lost.get(request.episode)
+        if lost is not None:
+            pending.resolve(lost)
         else:
-            process = self._home[episode]
-            process.pending[episode] = pending
-            self._send_request(process, Step(episode, text))
+            process = self._home[request.episode]
+            process.pending[request.episode] = pending
+            self._call(process, request.episode, frame(pickle.dumps(request)))
         return pending
+
+    def _call(self, process: _Process, episode: int, data: bytes) -> None:
+        """Send a call; where few run at a time, behind those that were asked for before."""
+        process.waiting.append((episode, data))
+        self._send_calls(process)
+
+    def _send_calls(self, process: _Process) -> None:
+        """Send the calls that wait and may run; those of an episode one after the other."""
+        behind: deque[tuple[int, bytes]] = deque()
+        while process.waiting and (process.most_calls is None or len(process.under_way) < process.most_calls):
+            episode, data = process.waiting.popleft()
+            if process.most_calls is not None and episode in process.under_way:
+                behind.append((episode, data))
+            elif episode in process.episodes:
+                process.under_way.add(episode)
+                pending = process.pending.get(episode)
+                if pending is not None:
+                    pending.sent()
+                process.child.send(self._selector, data)
+        process.waiting.extendleft(reversed(behind))
 
     def close_episode(self, episode: int) -> None:
         """Give up an episode. If a call of it is under way, its process is retired."""
@@ -186,8 +248,11 @@ class EnvironmentPool:
         if process.pending.pop(episode, None) is not None and not process.retired:
             _LOG.warning("a tool call was given up; its process is replaced once its other episodes have ended")
             process.retired = True
-            self._add_process()
-        if process.retired and not process.episodes:
+            if process.most_calls is None:
+                self._add_process()
+        process.under_way.discard(episode)
+        self._send_calls(process)
+        if (process.retired or process.most_calls is not None) and not process.episodes:
             self._take_out(process)
             process.child.hang_up()  # it closes what it holds and ends, but for the call that was given up
             self._ending.append((process.child, time.monotonic() + _GRACE_SECONDS))
@@ -260,9 +325,12 @@ class EnvironmentPool:
         process.ready = True
         process.start_deadline = math.inf
 
-    @staticmethod
-    def _answer(process: _Process, payload: bytes) -> None:
-        pending = process.pending.pop(episode_of(payload), None)
+    def _answer(self, process: _Process, payload: bytes) -> None:
+        episode = episode_of(payload)
+        process.starting.discard(-episode)
+        process.under_way.discard(abs(episode))
+        self._send_calls(process)
+        pending = process.pending.pop(episode, None)
         if pending is not None:  # else the episode was given up meanwhile
             pending.resolve(decode_answer(payload, pending.seconds))
 
@@ -277,20 +345,27 @@ class EnvironmentPool:
                 f"tool processes end with exit code {code} before they are ready; "
                 "what they wrote to standard error says why"
             )
-        _LOG.warning("a tool process ended with exit code %d; %d episodes fail by it", code, len(process.episodes))
+        suspects = process.suspects() & process.episodes if process.ready else set[int]()
+        _LOG.warning(
+            "a tool process ended with exit code %d; it had %d episodes, %d of them with a call under way",
+            code,
+            len(process.episodes),
+            len(suspects),
+        )
         failure = f"process died: the tool process ended with exit code {code}"
         if silent:
             failure = f"process died: the tool process did not answer for {self._silence_limit_seconds:g} s"
         for episode in process.episodes:
-            self._lost[episode] = failure
+            charged = episode in suspects if len(suspects) == 1 else not suspects
+            self._lost[episode] = StepOutcome(failure=failure, charged=charged, suspect=episode in suspects)
             self._home.pop(episode, None)
-        for pending in process.pending.values():
-            pending.resolve(StepOutcome(failure=failure))
-        if not process.retired:
+        for episode, pending in process.pending.items():
+            pending.resolve(self._lost[episode])
+        if not process.retired and process.most_calls is None:
             self._add_process()
 
-    def _add_process(self) -> None:
-        process = _Process(self._spec_frame, self._start_limit_seconds)
+    def _add_process(self, most_calls: int | None = None) -> None:
+        process = _Process(self._spec_frame, self._start_limit_seconds, most_calls)
         self._processes.append(process)
         process.child.watch(self._selector, process)
 

@@ -21,15 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from vrl.agent.child_process import serve_parent
-from vrl.agent.environments.types import Environment, EnvironmentKind
+from vrl.agent.environments.types import Environment, EnvironmentKind, Finishing, StepResult
 from vrl.agent.environments.wire import (
     PONG_EPISODE,
     Close,
     EnvironmentSpec,
+    Finish,
     KindSpec,
     Ping,
     Request,
     Start,
+    Step,
     StepOutcome,
     encode_answer,
 )
@@ -136,10 +138,11 @@ class EpisodeHost:
         request = lane.calls.popleft()
         if isinstance(request, Start):
             self._start(lane, request)
+            self._send(encode_answer(-request.episode, StepOutcome()))
         elif isinstance(request, Close):
             self._end(lane)
         else:
-            self._send(self._step(lane, request.episode, request.text))
+            self._send(self._step(lane, request))
         with self._changed:
             lane.busy = bool(lane.calls)
             if lane.busy:
@@ -151,18 +154,21 @@ class EpisodeHost:
     def _start(self, lane: _Lane, request: Start) -> None:
         try:
             lane.environment = self._kinds[request.prompt.env_name or ""].start(request.prompt)
-        except (Exception, SystemExit):  # noqa: BLE001 - the process boundary: environments may raise anything
+        except BaseException:  # noqa: BLE001 - the process boundary: environments may raise anything
             lane.failure = f"start raised: {traceback.format_exc()[-_MAX_FAILURE_CHARACTERS:]}"
 
     @staticmethod
-    def _step(lane: _Lane, episode: int, text: str) -> bytes:
-        begin = time.perf_counter()
+    def _step(lane: _Lane, request: Step | Finish) -> bytes:
+        begin, episode = time.perf_counter(), request.episode
         try:
             if lane.environment is None:
                 return encode_answer(episode, StepOutcome(failure=lane.failure or "start raised: nothing is known"))
-            result = lane.environment.step(text)
+            if isinstance(request, Step):
+                result = lane.environment.step(request.text)
+            else:
+                result = StepResult(reward=_final_reward(lane.environment))
             return encode_answer(episode, StepOutcome(result=result, run_seconds=time.perf_counter() - begin))
-        except (Exception, SystemExit):  # noqa: BLE001 - the process boundary: environments may raise anything
+        except BaseException:  # noqa: BLE001 - the process boundary: a call without an answer would hang its episode
             failure = f"step raised: {traceback.format_exc()[-_MAX_FAILURE_CHARACTERS:]}"
             return encode_answer(episode, StepOutcome(failure=failure, run_seconds=time.perf_counter() - begin))
 
@@ -171,6 +177,10 @@ class EpisodeHost:
         environment, lane.environment = lane.environment, None
         if environment is not None:
             _quietly(environment.close)
+
+
+def _final_reward(environment: Environment) -> float:
+    return environment.finish() if isinstance(environment, Finishing) else 0.0
 
 
 def _all_in_time(calls: Sequence[Callable[[], None]]) -> None:
@@ -186,7 +196,7 @@ def _all_in_time(calls: Sequence[Callable[[], None]]) -> None:
 def _quietly(close: Callable[[], None]) -> None:
     try:
         close()
-    except (Exception, SystemExit):  # noqa: BLE001 - the episode is over; what its end raises is for the log
+    except BaseException:  # noqa: BLE001 - the episode is over; what its end raises is for the log
         _LOG.exception("closing an environment failed")
 
 

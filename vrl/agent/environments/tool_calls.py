@@ -74,11 +74,12 @@ class ToolEnvironment:
         """Carry out the calls of a turn; without one, or with an answer, end the episode.
 
         `info` counts `tool_calls` (made), `tool_errors` (of them or for an unknown tool or bad arguments) and
-        `malformed_calls` (that could not be read).
+        `malformed_calls` (that could not be read); where tools raised, also `tool_exceptions` and their
+        `tool_tracebacks`.
         """
         turn = parse_tool_calls(text)
         if not turn.actions or last_answer(turn.content) is not None:
-            return StepResult(reward=sum(session.finish() for session in self._sessions.values()))
+            return StepResult(reward=self.finish())
         names, answers = self._answers(turn.actions)
         observation = ObservationBuilder(self._kind.role, self._kind.limits.text, self._kind.limits.images)
         for name, answer in zip(names, answers, strict=True):
@@ -90,7 +91,17 @@ class ToolEnvironment:
             "tool_errors": sum(answer.failed for answer in answers) - malformed,
             "malformed_calls": malformed,
         }
+        tracebacks = [answer.traceback for answer in answers if answer.traceback is not None]
+        if tracebacks:
+            info |= {"tool_exceptions": len(tracebacks), "tool_tracebacks": tracebacks}
         return StepResult(observation=observation.build(), reward=sum(answer.reward for answer in answers), info=info)
+
+    def finish(self) -> float:
+        """Return the reward of the whole episode, by all tools that were called or that the row names, as in verl."""
+        for name in self._prompt.tools_kwargs:
+            if name in self._kind.tools:
+                self._session(name)
+        return sum(session.finish() for session in self._sessions.values())
 
     def close(self) -> None:
         """Close the sessions, all of them whatever one raises."""

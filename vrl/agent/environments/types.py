@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from vrl.protocol.trajectory import Prompt
 
@@ -44,6 +44,15 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Give back what the episode holds; called once, whatever ended it."""
+        ...
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """An environment that gives a reward for the whole episode, on top of the last turn's."""
+
+    def finish(self) -> float:
+        """Return it; asked for when a limit of turns, tokens, images or time ends the episode, and not `step`."""
         ...
 
 

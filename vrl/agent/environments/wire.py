@@ -6,14 +6,16 @@ a user's environment returns is ever unpickled in the worker.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from vrl.agent.environments.types import Observation, StepResult
+from vrl.protocol.messages import placed_images, replaced_images
 from vrl.protocol.trajectory import Prompt
 
 MAX_ANSWER_BYTES = 1 << 26
+_MAX_IMAGE_BYTES = 3 << 24  # of them
 _ROLES = ("tool", "user", "system", "assistant")
 _HEADER = struct.Struct("<I")
 
@@ -43,7 +45,10 @@ class EnvironmentSpec:
 @final
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin an episode under a number of the pool's. It has no answer: what goes wrong shows at the first step."""
+    """Begin an episode under a number of the pool's. What goes wrong shows at the first step.
+
+    The answer has the number's negative: it says only that the call has ended.
+    """
 
     episode: int
     prompt: Prompt
@@ -60,6 +65,14 @@ class Step:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """Ask for the reward of the whole episode, which ends without its environment."""
+
+    episode: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Close:
     """Give back what the episode holds. No answer."""
 
@@ -72,7 +85,7 @@ class Ping:
     """Asks whether the process still runs Python: a call that holds the interpreter's lock stops all its episodes."""
 
 
-Request = Start | Step | Close
+Request = Start | Step | Finish | Close
 PONG_EPISODE = 0  # the number of no episode: the answer to a ping
 
 
@@ -85,6 +98,8 @@ class StepOutcome:
     failure: str | None = None
     run_seconds: float = 0.0  # in the environment
     wait_seconds: float = 0.0  # for a thread, for the start of the environment, and on the way
+    charged: bool = True  # whether a failure is the episode's own; else another's call brought its process down
+    suspect: bool = False  # its process died while a call of it was under way: it may have been this one
 
 
 def encode_answer(episode: int, outcome: StepOutcome) -> bytes:
@@ -100,8 +115,8 @@ def encode_answer(episode: int, outcome: StepOutcome) -> bytes:
             raise TypeError(f"step() returned {type(result).__name__}, a StepResult is wanted")
         header |= {"reward": _number(result.reward), "done": bool(result.done), "info": dict(result.info)}
         if result.observation is not None:
-            images = tuple(bytes(image) for image in result.observation.images)
-            header |= {"messages": [_message(message) for message in result.observation.messages]}
+            messages, images = _fitting(result.observation)
+            header |= {"messages": [_message(message) for message in messages]}
     header["images"] = [len(image) for image in images]
     # No tokenizer takes half a surrogate pair, and a tool may print one.
     head = json.dumps(header, default=_plain, skipkeys=True, ensure_ascii=False).encode(errors="replace")
@@ -134,6 +149,20 @@ def episode_of(payload: bytes) -> int:
     """Return the number of the episode that an answer is for."""
     end = _HEADER.size + _HEADER.unpack_from(payload)[0]
     return json.loads(payload[_HEADER.size : end])["episode"]
+
+
+def _fitting(observation: Observation) -> tuple[Sequence[Mapping[str, Any]], tuple[bytes, ...]]:
+    """Return messages and images, with a note in the place of each image that is too much for an answer."""
+    left, kept, notes = _MAX_IMAGE_BYTES, list[bytes](), dict[int, str]()
+    for number, image in enumerate(observation.images):
+        if len(image) <= left:
+            left -= len(image)
+            kept.append(bytes(image))
+        else:
+            notes[number] = f"[image left out: the images of a turn may have {_MAX_IMAGE_BYTES} bytes together]"
+    if not notes:
+        return observation.messages, tuple(kept)
+    return replaced_images(placed_images(observation.messages, len(observation.images)), notes), tuple(kept)
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ tools:
 """
 
 import importlib
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ import yaml
 
 from vrl.agent.plugins import construct, load_class
 from vrl.agent.tools.registry import BUILT_IN_TOOLS, build_tool, is_built_in
-from vrl.agent.tools.schemas import checked_schema
+from vrl.agent.tools.schemas import SchemaView, checked_schema
 from vrl.agent.tools.types import Tool, ToolResources, ToolSession
 from vrl.agent.tools.user_tools import UserTool
 from vrl.protocol.errors import ConfigError
@@ -104,6 +105,10 @@ class _Described:
 
 
 def _user_tool(name: str, config: dict[str, Any], schema: Any, key: str) -> Tool:
-    tool = construct(load_class(name, f"{key}.class_name"), key, config=config, tool_schema=schema)
-    schema = schema if schema is not None else vars(tool).get("tool_schema")
+    shown = SchemaView(schema) if isinstance(schema, Mapping) else schema
+    tool = construct(load_class(name, f"{key}.class_name"), key, config=config, tool_schema=shown)
+    if schema is None:
+        schema = inspect.getattr_static(tool, "tool_schema", None)
+    if schema is None and inspect.getattr_static(tool, "get_openai_tool_schema", None) is not None:
+        schema = tool.get_openai_tool_schema()
     return UserTool(tool, schema, f"{key} ({name})")

@@ -56,7 +56,7 @@ def rotate_tool(config: Mapping[str, Any], resources: ToolResources) -> Stateles
     return _image_tool(ROTATE_SCHEMA, rotate, config, resources)
 
 
-def zoom(image: Image.Image, arguments: Mapping[str, Any]) -> Image.Image:
+def zoom(image: Image.Image, arguments: Mapping[str, Any], limits: ImageLimits) -> Image.Image:  # noqa: ARG001 - as rotate
     """Return the box `bbox_2d` of an image, in whole pixels, clipped to the image.
 
     Raises PictureError that tells the model what is wrong with the box.
@@ -77,20 +77,29 @@ def zoom(image: Image.Image, arguments: Mapping[str, Any]) -> Image.Image:
     return image.crop((left, top, right, bottom))
 
 
-def rotate(image: Image.Image, arguments: Mapping[str, Any]) -> Image.Image:
+def rotate(image: Image.Image, arguments: Mapping[str, Any], limits: ImageLimits) -> Image.Image:
     """Return the whole image turned counterclockwise by `angle` degrees, corners black; right angles are exact.
+
+    The turned image of a long and thin one has many times its pixels: it is made smaller before, where it would be
+    above the limit.
 
     Raises PictureError when the angle is no number.
     """
     angle = arguments.get("angle")
     if not _is_number(angle):
         raise PictureError("angle must be a number of degrees")
+    turn = math.radians(float(angle))
+    sine, cosine = abs(math.sin(turn)), abs(math.cos(turn))
+    pixels = (image.width * cosine + image.height * sine) * (image.width * sine + image.height * cosine)
+    scale = math.sqrt(limits.max_pixels / max(pixels, 1.0))
+    if scale < 1.0:
+        image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     return image.rotate(float(angle) % 360.0, resample=Image.Resampling.BICUBIC, expand=True)
 
 
 def _image_tool(
     schema: Mapping[str, Any],
-    change: Callable[[Image.Image, Mapping[str, Any]], Image.Image],
+    change: Callable[[Image.Image, Mapping[str, Any], ImageLimits], Image.Image],
     config: Mapping[str, Any],
     resources: ToolResources,
 ) -> StatelessTool:
@@ -99,7 +108,7 @@ def _image_tool(
 
     def call(prompt: Prompt, arguments: Mapping[str, Any]) -> ToolAnswer:
         try:
-            image = fitted(change(_pick(prompt, arguments.get("image_index", 1)), arguments), limits)
+            image = fitted(change(_pick(prompt, arguments.get("image_index", 1)), arguments, limits), limits)
         except PictureError as error:
             return failed(str(error))
         return ToolAnswer(images=(as_png(image),))

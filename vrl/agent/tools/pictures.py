@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 
 from vrl.agent.tools.types import ImageLimits
 
+_MOST_PIXELS: Final = 80_000_000  # to be opened: some 1/4 GB as RGB
 _ERRORS: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
@@ -23,8 +24,15 @@ def open_picture(data: bytes) -> Image.Image:
     """
     try:
         with Image.open(io.BytesIO(data)) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise PictureError(
+                    f"an image of {opened.width} x {opened.height} pixels is too large to be opened: at most "
+                    f"{_MOST_PIXELS} pixels are"
+                )
             opened.load()
             return _as_rgb(ImageOps.exif_transpose(opened))
+    except PictureError:
+        raise
     except _ERRORS as error:
         raise PictureError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 

@@ -14,6 +14,22 @@ from vrl.protocol.errors import ConfigError
 _MAX_PROBLEM_CHARACTERS: Final = 300
 
 
+@final
+class SchemaView(dict[str, Any]):
+    """A schema as users' tools read it: a mapping, and with verl's attributes (`tool_schema.function.name`)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+        return SchemaView(value) if isinstance(value, Mapping) else value
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Return a plain mapping, as verl's schemas do."""
+        return dict(self)
+
+
 def checked_schema(schema: Any, key: str) -> dict[str, Any]:
     """Return an OpenAI function schema, wrapped in `{"type": "function", ...}` where it was not.
 

@@ -23,6 +23,7 @@ class ToolAnswer:
     reward: float = 0.0  # added to the turn's
     failed: bool = False  # the model called it in a wrong way, or what it asked for did not work; `text` says why
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])  # to the rollout file; numbers become metrics
+    traceback: str | None = None  # of an exception that the model is told of; for the rollout file
 
 
 Answering = ToolAnswer | Future[ToolAnswer]  # an answer, or one on its way while further calls of the turn begin

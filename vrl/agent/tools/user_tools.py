@@ -9,14 +9,15 @@ import asyncio
 import inspect
 import logging
 import math
+import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
 
 from vrl.agent.tools.event_loop import EventLoopThread
-from vrl.agent.tools.pictures import encoded
+from vrl.agent.tools.pictures import PictureError, encoded
 from vrl.agent.tools.schemas import checked_schema
 from vrl.agent.tools.types import Answering, ToolAnswer, ToolFailure, failed
 from vrl.protocol.errors import ConfigError
@@ -24,6 +25,8 @@ from vrl.protocol.trajectory import Prompt
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_MAX_TRACEBACK_CHARACTERS: Final = 4000
+_OF_FILES: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _METHODS: Final = ("create", "execute", "calc_reward", "release")
 
 
@@ -34,6 +37,13 @@ class ToolResponse:
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
+
+
+@runtime_checkable
+class _Response(Protocol):
+    text: Any
+    image: Any
+    video: Any
 
 
 class BaseTool:
@@ -75,6 +85,7 @@ class UserTool:
         }
         if "execute" not in self._methods:
             raise ConfigError(f"{key}: {type(tool).__name__} has no method execute(instance_id, parameters)")
+        self.scores = inspect.getattr_static(tool, "calc_reward", BaseTool.calc_reward) is not BaseTool.calc_reward
         self._asynchronous = any(map(inspect.iscoroutinefunction, self._methods.values()))
         self._loop = EventLoopThread("user-tool")
 
@@ -133,21 +144,31 @@ class _UserSession:
         self._tool.begin(self._release()).result()
 
     async def _execute(self, arguments: dict[str, Any]) -> ToolAnswer:
+        name = self._tool.name
         try:
             instance_id = await self._created()
             offered = self._offered("execute_kwargs")
-            return answer_of(await self._tool.invoke("execute", (instance_id, arguments), offered))
+            returned = await self._tool.invoke("execute", (instance_id, arguments), offered)
         except ToolFailure:
             raise
-        except Exception as error:  # noqa: BLE001 - a user's tool may raise anything; the model is told
-            _LOG.warning("tool %s failed in a call", self._tool.name, exc_info=True)
-            return failed(f"the tool {self._tool.name} failed: {type(error).__name__}: {error!s:.500}")
+        except Exception as error:  # a user's tool may raise anything
+            if _is_outside(error):
+                raise ToolFailure(f"the tool {name} failed: {type(error).__name__}: {error}") from error
+            _LOG.warning("tool %s failed in a call", name, exc_info=True)
+            told = failed(f"the tool {name} failed: {type(error).__name__}: {error!s:.500}")
+            return replace(told, traceback=traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:])
+        try:
+            return answer_of(returned)
+        except PictureError as error:
+            return replace(failed(str(error)), traceback=traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:])
+        except (TypeError, ValueError) as error:
+            raise ToolFailure(f"execute of the tool {name}: {error}") from error
 
     async def _reward(self) -> float:
-        if self._instance_id is None:
+        if not self._tool.scores:
             return 0.0
         offered = self._offered("calc_reward_kwargs")
-        reward = await self._tool.invoke("calc_reward", (self._instance_id,), offered)
+        reward = await self._tool.invoke("calc_reward", (await self._created(),), offered)
         try:
             return finite(reward or 0.0)
         except (TypeError, ValueError) as error:
@@ -174,6 +195,18 @@ class _UserSession:
         return {**given, name: given, "prompt": self._prompt}
 
 
+def _is_outside(error: BaseException | None) -> bool:
+    """Whether an exception, or what it was raised from, tells of a service or a machine and not of the call.
+
+    Files that are missing or must not be read are no such thing: models name files.
+    """
+    while error is not None:
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, _OF_FILES):
+            return True
+        error = error.__cause__
+    return False
+
+
 def finite(reward: Any) -> float:
     """Return a reward as a number. Raises TypeError or ValueError when it is none or not finite."""
     number = float(reward)
@@ -190,7 +223,7 @@ def answer_of(returned: Any) -> ToolAnswer:
     response, reward, metrics = returned, 0.0, {}
     if isinstance(returned, tuple):
         response, reward, metrics = (*returned, *(None, None, None)[len(returned) :])[:3]
-    if isinstance(response, ToolResponse):
+    if isinstance(response, _Response):  # ToolResponse, of this package or of verl
         response = {"text": response.text, "image": response.image, "video": response.video}
     elif response is None or isinstance(response, str | int | float):
         response = {"text": "" if response is None else str(response)}
