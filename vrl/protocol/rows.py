@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vrl.protocol.balance import RowPrompt
 from vrl.protocol.columns import (
     DATA_SOURCE,
     GROUND_TRUTH,
@@ -30,7 +31,7 @@ from vrl.protocol.columns import (
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta, object_column
-from vrl.protocol.ragged import Ragged, offsets_of
+from vrl.protocol.ragged import Ragged, as_array, offsets_of
 from vrl.protocol.trajectory import Trajectory, content_key
 
 
@@ -118,6 +119,12 @@ def group_numbers(batch: DataProto) -> Tensor:
     """Return int64 `[B]`: the number of each row's group (uid), in the order in which groups first appear."""
     number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
     return torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64)
+
+
+def group_prompts(batch: DataProto) -> list[RowPrompt]:
+    """Return how each row begins, as its group says: the rows of a draw have the same prompt."""
+    lengths = as_array(batch.dense(PROMPT_LENGTH))
+    return [RowPrompt(int(number), int(n)) for number, n in zip(group_numbers(batch), lengths, strict=True)]
 
 
 def _failure(trajectory: Trajectory) -> dict[str, str]:
