@@ -122,9 +122,10 @@ def group_numbers(batch: DataProto) -> Tensor:
 
 
 def group_prompts(batch: DataProto) -> list[RowPrompt]:
-    """Return how each row begins, as its group says: the rows of a draw have the same prompt."""
-    lengths = as_array(batch.dense(PROMPT_LENGTH))
-    return [RowPrompt(int(number), int(n)) for number, n in zip(group_numbers(batch), lengths, strict=True)]
+    """Return how each row begins, as its group says: rows of a draw with prompts of equal length have the same one."""
+    begins = list(zip(batch.objects[UID], map(int, as_array(batch.dense(PROMPT_LENGTH))), strict=True))
+    number = {begin: i for i, begin in enumerate(dict.fromkeys(begins))}
+    return [RowPrompt(number[begin], begin[1]) for begin in begins]
 
 
 def _failure(trajectory: Trajectory) -> dict[str, str]:
