@@ -65,6 +65,7 @@ class BatchLimits:
     """How rows are cut into micro-batches: by token budget, or `rows` at a time when that is set.
 
     Rows of one group (column `group`) stay together; what is above the limit by itself, row or group, stands alone.
+    A prompt that rows of a micro-batch share counts once where the packer shares prompts.
     """
 
     max_tokens: int = 16384
