@@ -85,11 +85,14 @@ def row_shares(lengths: Sequence[int], ranks: int, prompts: Sequence[RowPrompt] 
 
 
 def _shares_of_prompts(lengths: Sequence[int], ranks: int, prompts: Sequence[RowPrompt]) -> list[list[int]]:
-    """Balance by the tokens that are computed. Rows of a prompt that are above a rank's even part are cut."""
+    """Balance by the tokens that are computed. A prompt's rows are cut if they are above an even part and it helps."""
     whole = units_of([prompt.number for prompt in prompts])
     even = -(-sum(unit_sums(whole, lengths, prompts)) // ranks)
-    units = prompt_units(lengths, prompts, max(even, 1))
-    return rows_of(units, partition(unit_sums(units, lengths, prompts), ranks))
+    plans = [
+        rows_of(units, partition(unit_sums(units, lengths, prompts), ranks))
+        for units in (whole, prompt_units(lengths, prompts, max(even, 1)))
+    ]
+    return min(plans, key=lambda shares: max(unit_sums(shares, lengths, prompts)))
 
 
 def to_ranks(shares: Sequence[T], ranks_a_share: int) -> list[T]:
