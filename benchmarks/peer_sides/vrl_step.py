@@ -43,6 +43,7 @@ def overrides(workload: Path, case: str) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MICRO_BATCH_TOKENS}",
+        "actor_rollout_ref.actor.use_prefix_grouper=True",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         "algorithm.adv_estimator=grpo",
         "trainer.n_gpus_per_node=1",

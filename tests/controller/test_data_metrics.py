@@ -21,6 +21,7 @@ from vrl.protocol.columns import (
     INPUT_IDS,
     LOSS_MASK,
     OLD_LOG_PROBS,
+    PROMPT_LENGTH,
     RETURNS,
     ROLLOUT_LOG_PROBS,
     TOKEN_LEVEL_REWARDS,
@@ -179,6 +180,9 @@ def test_balance(batch: DataProto):
     found = {name.partition("/")[2]: value for name, value in balance_metrics(batch, 2).items()}
     assert found == {"min": 11, "max": 13, "minmax_diff": 2, "balanced_min": 11, "balanced_max": 13, "mean": 12}
     assert balance_metrics(batch, 5)["global_seqlen/min"] == 0
+    shared = balance_metrics(batch, 2, share_prompts=True)
+    prompt = int(batch.dense(PROMPT_LENGTH)[0])
+    assert (shared["global_seqlen/balanced_min"], shared["global_seqlen/balanced_max"]) == (11 - prompt, 13 - prompt)
 
 
 def test_memory_of_processes():

@@ -13,7 +13,7 @@ def test_positions_restart_in_each_row() -> None:
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.cu_seqlens.tolist() == [0, 2, 3, 6]
     assert packed.max_length == 3
-    assert packed.plans.rows == (Run(1, 2), Run(1, 1), Run(1, 3))
+    assert packed.plans.runs == (Run(1, 2, 2), Run(1, 1, 1), Run(1, 3, 3))
     assert packed.pixel_values is None
 
 

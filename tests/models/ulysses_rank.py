@@ -17,12 +17,13 @@ from torch.nn import Identity
 
 from vrl.models.attention import AttentionPlans, varlen_attention
 from vrl.models.loading import load_policy, load_value_model
-from vrl.models.packing import PackedBatch, pack
+from vrl.models.packing import PackedBatch, pack, with_shared_prompts
 from vrl.models.policy import CausalPolicy
 from vrl.models.renderer import load_renderer
 from vrl.models.token_log_probs import Extra
 from vrl.models.ulysses import SequenceGroup, heads_to_tokens, tokens_to_heads
 from vrl.models.value import ValueModel
+from vrl.protocol.balance import RowPrompt
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 Row = tuple[str, list[bytes]]
@@ -115,10 +116,24 @@ def _run(model: nn.Module, packed: PackedBatch) -> tuple[list[Tensor], dict[str,
     return [x.detach() for x in outputs], {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def _sharing(folder: str, packed: PackedBatch) -> PackedBatch:
+    """Return a batch whose second half repeats the first so that all but the last tokens of a row are its prompt."""
+    lengths = packed.cu_seqlens.diff().tolist()
+    half = len(lengths) // 2
+    prompts = [RowPrompt(i % half, n - 3) for i, n in enumerate(lengths)]
+    return with_shared_prompts(packed, prompts, load_renderer(folder).image_token)
+
+
 def check_model(model: nn.Module, folder: str, rows: list[Row], sequence: SequenceGroup) -> None:
-    """Results are whole on every rank; the ranks' gradients add up to those of one process."""
-    wanted, wanted_grads = _run(model, _batch(folder, rows, None))
-    found, grads = _run(model, _batch(folder, rows, sequence))
+    """Results are whole on every rank; the ranks' gradients add up to those of one process. So with shared prompts."""
+    compare_model(model, _batch(folder, rows, None), _batch(folder, rows, sequence), sequence)
+    twice = [*rows, *rows]
+    compare_model(model, _batch(folder, twice, None), _sharing(folder, _batch(folder, twice, sequence)), sequence)
+
+
+def compare_model(model: nn.Module, whole: PackedBatch, sliced: PackedBatch, sequence: SequenceGroup) -> None:
+    wanted, wanted_grads = _run(model, whole)
+    found, grads = _run(model, sliced)
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert grads.keys() == wanted_grads.keys()
     for name, grad in grads.items():

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vrl.protocol.balance import in_order, micro_batches, partition, rows_of, unit_sums, units_of
+from vrl.protocol.balance import (
+    RowPrompt,
+    in_order,
+    micro_batches,
+    partition,
+    prompt_units,
+    rows_of,
+    unit_sums,
+    units_of,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "seqlen_balance.json").read_text())
 BATCHES = {batch["id"]: batch["lengths"] for batch in GOLDEN["batches"]}
@@ -179,6 +188,45 @@ def test_units_are_cut_whole_within_the_limit_or_alone(
         for group in set(groups):
             assert sum(1 for part in parts if any(groups[row] == group for row in part)) == 1
         assert all(len(part) == 1 or sum(sizes[unit] for unit in part) <= limit for part in plan)
+
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=24)
+
+
+def begun(rows: list[tuple[int, int]]) -> tuple[list[int], list[RowPrompt]]:
+    """Return lengths and prompts of rows given by the prompt's number and the tokens behind it."""
+    prompts = [RowPrompt(number, 17 * number) for number, _ in rows]
+    return [prompt.length + n for prompt, (_, n) in zip(prompts, rows, strict=True)], prompts
+
+
+def computed(rows: list[int], lengths: list[int], prompts: list[RowPrompt]) -> int:
+    return sum(lengths[i] - prompts[i].length for i in rows) + sum({p.number: p.length for p in (
+        prompts[i] for i in rows)}.values())  # fmt: skip
+
+
+@checked
+@given(PROMPTS, st.integers(1, 150))
+def test_rows_of_a_prompt_are_one_unit_where_they_fit(rows: list[tuple[int, int]], max_tokens: int) -> None:
+    lengths, prompts = begun(rows)
+    units = prompt_units(lengths, prompts, max_tokens)
+    assert_every_row_once(units, len(rows))
+    assert unit_sums(units, lengths, prompts) == [computed(unit, lengths, prompts) for unit in units]
+    for unit in units:
+        assert len({prompts[row].number for row in unit}) == 1
+        sampled = [row for row in unit if lengths[row] > prompts[row].length]
+        assert computed(unit, lengths, prompts) <= max_tokens or len(sampled) <= 1
+    for number in {prompt.number for prompt in prompts}:
+        together = [row for row, prompt in enumerate(prompts) if prompt.number == number]
+        if computed(together, lengths, prompts) <= max_tokens:
+            assert together in units
+
+
+def test_a_group_above_the_budget_is_cut_into_few_parts_that_fit() -> None:
+    prompts = [RowPrompt(7, 50)] * 6
+    units = prompt_units([80] * 6, prompts, 120)  # a prompt of 50 leaves room for two remainders of 30
+    assert sorted(map(len, units)) == [2, 2, 2]
+    assert unit_sums(units, [80] * 6, prompts) == [110] * 3
+    assert sorted(map(len, prompt_units([80] * 6, prompts, 60))) == [1] * 6
 
 
 def test_units_in_order_fill_up_before_the_next_begins() -> None:

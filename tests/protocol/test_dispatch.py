@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vrl.protocol.balance import RowPrompt
 from vrl.protocol.columns import COLUMNS, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, PROMPT_LENGTH
 from vrl.protocol.dataproto import DataProto, concat
 from vrl.protocol.dispatch import (
@@ -103,6 +104,36 @@ def test_one_row_on_four_ranks() -> None:
 def test_shares_are_balanced_by_tokens() -> None:
     lengths = [100, 1, 100, 1, 100, 1, 100, 1]
     assert [sum(lengths[i] for i in share) for share in row_shares(lengths, 4)] == [101] * 4
+
+
+@checked
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), min_size=1, max_size=16), st.integers(1, 4))
+def test_rows_of_a_prompt_go_to_one_rank_unless_they_are_too_much_for_it(
+    rows: list[tuple[int, int]], ranks: int
+) -> None:
+    prompts = [RowPrompt(number, 30) for number, _ in rows]
+    lengths = [30 + n for _, n in rows]
+    shares = row_shares(lengths, ranks, prompts)
+    assert sorted(row for share in shares for row in share) == list(range(len(rows)))
+    assert len(shares) == ranks
+    groups = {number: [row for row, _ in enumerate(rows) if rows[row][0] == number] for number, _ in rows}
+    sums = {number: 30 + sum(lengths[row] - 30 for row in group) for number, group in groups.items()}
+    for number, group in groups.items():
+        holders = [share for share in shares if set(share) & set(group)]
+        assert len(holders) == 1 or sums[number] > sum(sums.values()) / ranks
+    everything = mini_batch_shares(torch.zeros(len(rows), 1, dtype=torch.int64), lengths, ranks, None, prompts)
+    assert [share.rows for share in everything] == shares
+    whole = mini_batch_shares(
+        torch.zeros(len(rows), 1, dtype=torch.int64), lengths, ranks, torch.tensor([n for n, _ in rows]), prompts
+    )
+    for group in groups.values():
+        assert sum(1 for share in whole if set(share.rows) & set(group)) == 1, "a loss needs them together"
+
+
+def test_prompts_computed_once_count_once_in_the_balance() -> None:
+    lengths, prompts = [110] * 8 + [120] * 4, [RowPrompt(0, 100)] * 8 + [RowPrompt(i, 100) for i in (1, 2, 3, 4)]
+    shares = row_shares(lengths, 3, prompts)
+    assert sorted(map(len, shares)) == [2, 2, 8]  # 180, 240 and 240 tokens
 
 
 def test_ranks_that_share_sequences_are_one_to_the_dispatch() -> None:

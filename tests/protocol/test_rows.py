@@ -26,7 +26,7 @@ from vrl.protocol.columns import (
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta
-from vrl.protocol.rows import batch_of, group_numbers
+from vrl.protocol.rows import batch_of, group_numbers, group_prompts
 from vrl.protocol.trajectory import Prompt, StopReason, Trajectory, content_key
 
 PNG, JPG = b"\x89PNG", b"\xff\xd8"
@@ -172,3 +172,11 @@ def test_groups_are_numbered_by_first_appearance() -> None:
     prompts = [Prompt(row_id="7", uid=uid, messages=[]) for uid in "bab"]
     batch = batch_of([trajectory((0, 1), prompt=prompt) for prompt in prompts], None, Meta())
     assert group_numbers(batch).tolist() == [0, 1, 0]
+
+
+def test_rows_of_a_draw_begin_alike_where_their_prompts_are_equally_long() -> None:
+    lengths = [("a", 2), ("b", 2), ("a", 2), ("a", 3)]
+    rows = [
+        trajectory((0, 0, 0, 1), prompt=Prompt(row_id="7", uid=uid, messages=[]), prompt_length=n) for uid, n in lengths
+    ]
+    assert group_prompts(batch_of(rows, None, Meta())) == [(0, 2), (1, 2), (0, 2), (2, 3)]

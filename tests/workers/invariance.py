@@ -34,6 +34,7 @@ class Way:
     checkpointing: bool = False
     offload: bool = False
     padded: bool = False
+    share_prompts: bool = False
     adapter: str = ""  # LoRA "beside" the weights, or "merged" into them
     compared_with: str = "packed, one rank, one micro-batch"
 
@@ -57,12 +58,25 @@ WAYS = (
     Way(name="sequence parallel 2, micro-batches of 1 row", world=2, rows=1, shared_by=2),
     Way(name="sequence parallel 2, micro-batches of 70 tokens", world=2, max_tokens=35, shared_by=2),
     Way(name="sequence parallel 2, gradient checkpointing", world=2, shared_by=2, checkpointing=True),
+    Way(name="shared prompts", share_prompts=True),
+    Way(name="shared prompts, micro-batches of 3 rows", share_prompts=True, rows=3),
+    Way(name="shared prompts, micro-batches of 150 tokens", share_prompts=True, max_tokens=150),
+    Way(
+        name="shared prompts, gradient checkpointing and offload", share_prompts=True, checkpointing=True, offload=True
+    ),
+    Way(name="shared prompts, 2 ranks", share_prompts=True, world=2),
+    Way(name="shared prompts, 2 ranks, micro-batches of 3 rows", share_prompts=True, world=2, rows=3),
+    Way(name="shared prompts, 2 ranks, micro-batches of 70 tokens", share_prompts=True, world=2, max_tokens=70),
+    Way(name="shared prompts, sequence parallel 2", share_prompts=True, world=2, shared_by=2),
 )
 MERGED = Way(name="LoRA merged into the weights", adapter="merged")
 BESIDE = Way(name="LoRA beside the weights", adapter="beside", compared_with=MERGED.name)
 ADAPTERS = (
     BESIDE,
     Way(name="LoRA beside the weights, micro-batches of 1 row", rows=1, adapter="beside", compared_with=BESIDE.name),
+    Way(
+        name="LoRA beside the weights, shared prompts", share_prompts=True, adapter="beside", compared_with=BESIDE.name
+    ),
     Way(name="LoRA beside the weights, 2 ranks", world=2, adapter="beside", compared_with=BESIDE.name),
 )
 GROUPS = (

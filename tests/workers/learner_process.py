@@ -95,7 +95,7 @@ def learner_of(context: BuildContext, load: Callable[..., Any], way: Way) -> Lea
         sharded(model, blocks_of(model), FsdpConfig(fsdp_size=way.fsdp_size), context)
     limits = BatchLimits(max_tokens=way.max_tokens, rows=way.rows)
     step = stepper(model, actor.optim, 1.0, 10)
-    learn = learner(model, context, limits, step, Residence(activations=way.offload), way.shared_by)
+    learn = learner(model, context, limits, step, Residence(activations=way.offload), way.shared_by, way.share_prompts)
     if way.offload:  # from one memory to the same one, but through all that a GPU's would go through
         learn.offload = Offload(model, step.optimizer, context.device, parameters=True, state=True)
     return learn

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vrl.algorithms.metrics import equal_group_share, explained_variance
 from vrl.controller.turn_metrics import turn_metrics
+from vrl.protocol.balance import unit_sums
 from vrl.protocol.columns import (
     ADVANTAGES,
     GREEDY_SAMPLE,
@@ -37,7 +38,7 @@ from vrl.protocol.columns import (
 )
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import row_shares
-from vrl.protocol.rows import group_numbers
+from vrl.protocol.rows import group_numbers, group_prompts
 from vrl.protocol.trajectory import StopReason
 
 _SECONDS = "timing_s/"
@@ -122,11 +123,15 @@ def performance_metrics(seconds: Mapping[str, float], batch: DataProto, ranks: i
     return out
 
 
-def balance_metrics(batch: DataProto, ranks: int) -> dict[str, float]:
-    """Return `global_seqlen/*`: tokens a rank when rows are cut in the order they come, and as they are balanced."""
+def balance_metrics(batch: DataProto, ranks: int, *, share_prompts: bool = False) -> dict[str, float]:
+    """Return `global_seqlen/*`: tokens a rank when rows are cut in the order they come, and as they are balanced.
+
+    With `share_prompts` the latter are the tokens that are computed, each prompt of a rank once.
+    """
+    prompts = group_prompts(batch) if share_prompts else None
     lengths: list[int] = batch.ragged(INPUT_IDS).lengths.tolist()
     plain = [int(part.ragged(INPUT_IDS).offsets[-1]) for part in batch.chunk(ranks)]
-    balanced = [sum(lengths[i] for i in share) for share in row_shares(lengths, ranks)]
+    balanced = unit_sums(row_shares(lengths, ranks, prompts), lengths, prompts)
     return {
         "global_seqlen/min": float(min(plain)),
         "global_seqlen/max": float(max(plain)),

@@ -65,7 +65,9 @@ class Pools:
         calls = [call for name, here in homes.items() for call in self._groups[name].start_build(here, length, config)]
         self._calls.results(calls, f"building {', '.join(roles)}")
         return {
-            role: WorkerGroup(self._groups[name], role, config.sequence_parallel_size(role))
+            role: WorkerGroup(
+                self._groups[name], role, config.sequence_parallel_size(role), config.shares_prompts(role)
+            )
             for name, here in homes.items()
             for role in here
         }

@@ -305,6 +305,7 @@ def _plan(config: Config, steps: int) -> Plan:
         seed=trainer.seed,
         ranks=config.world_size,
         total_ranks=config.total_ranks,
+        share_prompts=config.shares_prompts("actor"),
         max_failed_ratio=config.actor_rollout_ref.rollout.agent.max_failed_ratio,
         max_steps_without_samples=trainer.max_steps_without_samples,
         max_nonfinite_steps=trainer.max_nonfinite_steps,

@@ -84,6 +84,7 @@ class Plan:
     seed: int
     ranks: int  # of actor and rollout
     total_ranks: int  # of all pools
+    share_prompts: bool  # ranks compute a prompt once
     max_failed_ratio: float
     max_steps_without_samples: int
     max_nonfinite_steps: int
@@ -254,7 +255,7 @@ class Trainer:
             **stage_seconds(batch),
             **timer.seconds,
             **performance_metrics(timer.seconds, batch, self.plan.total_ranks),
-            **balance_metrics(batch, self.plan.ranks),
+            **balance_metrics(batch, self.plan.ranks, share_prompts=self.plan.share_prompts),
             "perf/cpu_memory_used_gb": memory_used_gb(own_processes()),
         }
 

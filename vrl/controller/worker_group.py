@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vrl.controller.calls import Calls, Place
 from vrl.controller.resource_pool import PoolSpec, ResourcePool, free_port
+from vrl.protocol.balance import RowPrompt
 from vrl.protocol.columns import GROUP, INPUT_IDS, MINI_BATCH
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
@@ -37,6 +38,7 @@ from vrl.protocol.dispatch import (
 )
 from vrl.protocol.errors import WorkerError
 from vrl.protocol.metrics import reduce_metrics
+from vrl.protocol.rows import group_prompts
 from vrl.workers.host import ROLE_CLASSES, RunLength, WorkerHost
 from vrl.workers.process import RankPlace, environment
 
@@ -116,10 +118,11 @@ class ProcessGroup:
 class WorkerGroup:
     """One role on all ranks of a process group."""
 
-    def __init__(self, processes: ProcessGroup, role: str, ranks_a_share: int) -> None:
+    def __init__(self, processes: ProcessGroup, role: str, ranks_a_share: int, share_prompts: bool) -> None:
         self._processes = processes
         self._class = ROLE_CLASSES[role]
         self._ranks_a_share = ranks_a_share
+        self._share_prompts = share_prompts
         self.role = role
 
     @property
@@ -151,17 +154,22 @@ class WorkerGroup:
         return self._mini_batches(method, batch, others)
 
     def _rows(self, spec: MethodSpec, method: str, batch: DataProto, others: list[Any]) -> Callable[[], DataProto]:
-        shares = row_shares(batch.ragged(INPUT_IDS).lengths.tolist(), self.data_parallel_size)
+        lengths = batch.ragged(INPUT_IDS).lengths.tolist()
+        shares = row_shares(lengths, self.data_parallel_size, self._prompts(batch))
         parts = self._send_shares(method, [(batch.rows(share), *others) for share in shares])
         return lambda: _in_order(spec, parts(), shares)
 
     def _mini_batches(self, method: str, batch: DataProto, others: list[Any]) -> Callable[[], dict[str, float]]:
         lengths = batch.ragged(INPUT_IDS).lengths.tolist()
         groups = batch.dense(GROUP) if GROUP in batch else None
-        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, self.data_parallel_size, groups)
+        ranks, prompts = self.data_parallel_size, self._prompts(batch)
+        shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, ranks, groups, prompts)
         slim = batch.drop([MINI_BATCH])
         parts = self._send_shares(method, [(slim.rows(share.rows), share.steps, *others) for share in shares])
         return lambda: reduce_metrics(parts())
+
+    def _prompts(self, batch: DataProto) -> list[RowPrompt] | None:
+        return group_prompts(batch) if self._share_prompts else None
 
     def _send_shares(self, method: str, arguments: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
         results = self._send(method, to_ranks(arguments, self._ranks_a_share))

@@ -20,16 +20,19 @@ def is_vision_language(base: nn.Module) -> TypeGuard[Qwen2_5_VLModel]:
 def hidden_states(base: nn.Module, packed: PackedBatch) -> Float[Tensor, "N W"]:
     """Return the hidden states of a packed batch before any head; rows never see one another.
 
-    All T of them, or under sequence parallelism this rank's slice, filled up (`predicted_here` knows what is where).
+    All T of them, or those of its `computed` tokens where rows share prompts; under sequence parallelism this rank's
+    slice of them, filled up (`predicted_here` knows what is where).
 
     `use_cache=False` always: with a cache, transformers takes the packed sequence for one row and says nothing.
 
     Raises:
-        ValueError: images for a text model, or a slice of a sequence for an attention that cannot exchange it.
+        ValueError: images for a text model, or another attention than vrl's for shared prompts or parts of a sequence.
     """
+    packed, shared = packed.computed, packed.compact is not None
     sequence = packed.plans.sequence
-    if sequence is not None and _config(base).get_text_config()._attn_implementation != VARLEN_ATTENTION:
-        raise ValueError("sequence parallelism needs attention 'varlen': take attn_implementation out of the overrides")
+    if (sequence is not None or shared) and _config(base).get_text_config()._attn_implementation != VARLEN_ATTENTION:
+        what = "shared prompts" if shared else "sequence parallelism"
+        raise ValueError(f"{what}: attention 'varlen' is needed, take attn_implementation out of the overrides")
     if is_vision_language(base):
         return qwen2_5_vl.decode(base, qwen2_5_vl.embed(base, packed), packed)
     if packed.image_grid_thw is not None:
@@ -71,11 +74,12 @@ def predicted_here(
 
 def states_here(packed: PackedBatch, index: Int[Tensor, " N"]) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
     """Return those of some tokens whose own hidden states are on this rank, and the places of these states."""
-    sequence = packed.plans.sequence
+    place = index if packed.compact is None else packed.compact.place[index]
+    sequence, tokens = packed.plans.sequence, packed.computed.plans.tokens
     if sequence is None:
-        return index, index
-    place = index - sequence.begin(packed.plans.tokens)
-    here = (place >= 0) & (place < sequence.share(packed.plans.tokens))
+        return index, place
+    place = place - sequence.begin(tokens)
+    here = (place >= 0) & (place < sequence.share(tokens))
     return index[here], place[here]
 
 

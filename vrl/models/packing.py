@@ -1,5 +1,6 @@
 """Ragged rows to what a packed forward pass needs. The learner packs each micro-batch and passes it to a model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -8,7 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vrl.models.attention import AttentionPlans
+from vrl.models.shared_prompts import Layout, lay_out
 from vrl.models.ulysses import SequenceGroup
+from vrl.protocol.balance import RowPrompt
 
 
 @final
@@ -20,6 +23,7 @@ class PackedBatch:
     only. `pixel_values` and `image_grid_thw` hold the images of all rows in order; both are None when there are none.
     With `visual_index` they hold each distinct image once, and it says which visual token stands at each placeholder.
     Under sequence parallelism (`plans.sequence`) all of it is whole on every rank; the backbone slices.
+    With `compact` (see `with_shared_prompts`) the backbone runs on its tokens, and only its batch has the images.
     """
 
     input_ids: Int[Tensor, " T"]
@@ -31,6 +35,12 @@ class PackedBatch:
     image_grid_thw: Int[Tensor, "K 3"] | None
     visual_index: Int[Tensor, " N"] | None
     plans: AttentionPlans
+    compact: "Compact | None" = None
+
+    @property
+    def computed(self) -> "PackedBatch":
+        """Return the batch whose tokens the backbone runs on: this one, or the compact one."""
+        return self if self.compact is None else self.compact.batch
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return the batch on another device; pinned host memory is copied without waiting."""
@@ -47,7 +57,25 @@ class PackedBatch:
             pixel_values=move(self.pixel_values),
             image_grid_thw=move(self.image_grid_thw),
             visual_index=move(self.visual_index),
+            plans=self.plans.to(device),
+            compact=None if self.compact is None else self.compact.to(device),
         )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Compact:
+    """The U tokens that are computed for T row tokens: `place[t]` is the one that stands for row token t.
+
+    In `batch` a row is a segment of `shared_prompts.Layout`: its positions go on from those of its prompt.
+    """
+
+    batch: PackedBatch
+    place: Int[Tensor, " T"]
+
+    def to(self, device: torch.device | str) -> "Compact":
+        """Return it on another device."""
+        return Compact(self.batch.to(device), self.place.to(device, non_blocking=True))
 
 
 def pack(
@@ -104,3 +132,42 @@ def pack(
         visual_index=visual_index,
         plans=AttentionPlans(lengths.tolist(), sequence),
     )
+
+
+def with_shared_prompts(rows: PackedBatch, prompts: Sequence[RowPrompt], image_token: int | None) -> PackedBatch:
+    """Return the rows so that a prompt that several begin with is computed once. On the host, before `.to(device)`.
+
+    Args:
+        rows: as `pack` returns them.
+        prompts: how each row begins.
+        image_token: the placeholder of images; None for text models.
+    """
+    layout = lay_out(rows.cu_seqlens.tolist(), prompts)
+    if layout is None:
+        return rows
+    compact = Compact(_compacted(rows, layout, image_token), layout.place)
+    return replace(rows, pixel_values=None, image_grid_thw=None, visual_index=None, compact=compact)
+
+
+def _compacted(rows: PackedBatch, layout: Layout, image_token: int | None) -> PackedBatch:
+    kept = layout.kept
+    return replace(
+        rows,
+        input_ids=rows.input_ids[kept],
+        position_ids=rows.position_ids[kept],
+        mrope_positions=None if rows.mrope_positions is None else rows.mrope_positions[kept],
+        cu_seqlens=torch.tensor([0, *layout.lengths]).cumsum(0).to(torch.int32),
+        max_length=max(layout.lengths),
+        visual_index=_visual_index(rows, kept, image_token),
+        plans=AttentionPlans(layout.lengths, rows.plans.sequence, key_lengths=layout.key_lengths, keys=layout.keys),
+    )
+
+
+def _visual_index(rows: PackedBatch, kept: Int[Tensor, " U"], image_token: int | None) -> Int[Tensor, " N"] | None:
+    """Return the visual token of each placeholder among the tokens that are kept."""
+    if rows.image_grid_thw is None:
+        return None
+    is_image = rows.input_ids == image_token
+    visual = torch.zeros_like(rows.input_ids)
+    visual[is_image] = torch.arange(int(is_image.sum())) if rows.visual_index is None else rows.visual_index
+    return visual[kept][is_image[kept]]

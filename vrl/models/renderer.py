@@ -189,6 +189,11 @@ class HFRenderer:
         merge = vision.rule.merge_size
         return mrope_positions(ids, grids, image_token_id=vision.image_id, merge_size=merge)
 
+    @property
+    def image_token(self) -> int | None:
+        """The placeholder of images; None for text models."""
+        return None if self._vision is None else self._vision.image_id
+
     def image_cache(self, max_bytes: int) -> ImageCache | None:
         """Return a new cache of patches under this renderer's pixel limits; None for text models."""
         return None if self._vision is None else ImageCache(self._vision.processor.image_processor, max_bytes)

@@ -1,6 +1,7 @@
 """Cut rows into parts of nearly equal token counts: over data-parallel ranks and into micro-batches. Torch-free.
 
-Rows that must stay together are cut as one unit (`units_of`, `unit_sums`, then `rows_of`).
+Rows that must stay together are cut as one unit (`units_of`, `unit_sums`, then `rows_of`). Rows that begin with the
+same prompt had better stay together: inside a unit its tokens count once.
 
 Largest first onto the lightest part, and Karmarkar-Karp (largest differencing), each improved by moves and swaps
 between the heaviest part and the others; the better one wins. Large problems stop at a thousandth above the ideal.
@@ -9,6 +10,15 @@ between the heaviest part and the others; the better one wins. Large problems st
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class RowPrompt(NamedTuple):
+    """How a row begins. Rows of equal `number` have the same first `length` tokens, positions and images."""
+
+    number: int
+    length: int
+
 
 _EXACT = 4096  # rows times parts up to which every method is tried to the end
 _DIFFERENCING = 65536  # rows times parts above which differencing costs more than it gains
@@ -86,9 +96,29 @@ def units_of(groups: Sequence[int]) -> list[list[int]]:
     return list(members.values())
 
 
-def unit_sums(units: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
-    """Return the tokens of each unit."""
-    return [sum(lengths[row] for row in unit) for unit in units]
+def unit_sums(
+    units: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[RowPrompt] | None = None
+) -> list[int]:
+    """Return the tokens of each unit; with `prompts` those that are left when each prompt is computed once."""
+    sums = [sum(lengths[row] for row in unit) for unit in units]
+    if prompts is None:
+        return sums
+    once = [{prompts[row].number: prompts[row].length for row in unit} for unit in units]
+    every = [sum(prompts[row].length for row in unit) for unit in units]
+    return [s - e + sum(o.values()) for s, e, o in zip(sums, every, once, strict=True)]
+
+
+def prompt_units(lengths: Sequence[int], prompts: Sequence[RowPrompt], max_tokens: int) -> list[list[int]]:
+    """Return the rows of each prompt as a unit, in parts of at most `max_tokens` where all together are above it.
+
+    A row that is above it with its prompt alone is a unit by itself.
+    """
+    units: list[list[int]] = []
+    for rows in units_of([prompt.number for prompt in prompts]):
+        shared = prompts[rows[0]].length
+        remainders = [lengths[row] - shared for row in rows]
+        units += [[rows[i] for i in part] for part in micro_batches(remainders, max(max_tokens - shared, 1))]
+    return units
 
 
 def rows_of(units: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> list[list[int]]:

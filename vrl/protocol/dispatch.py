@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vrl.protocol.balance import partition, rows_of, unit_sums, units_of
+from vrl.protocol.balance import RowPrompt, partition, prompt_units, rows_of, unit_sums, units_of
 from vrl.protocol.columns import missing_column_message
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import as_array
@@ -70,13 +70,29 @@ def check_columns(spec: MethodSpec, batch: DataProto) -> None:
             raise ValueError(missing_column_message(spec.name, name))
 
 
-def row_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return each data-parallel rank's rows: equal counts (within one), balanced by tokens."""
+def row_shares(lengths: Sequence[int], ranks: int, prompts: Sequence[RowPrompt] | None = None) -> list[list[int]]:
+    """Return each data-parallel rank's rows: equal counts (within one), balanced by tokens.
+
+    With `prompts` the rows of each stay together, and counts are free.
+    """
+    if prompts is not None:
+        return _shares_of_prompts(lengths, ranks, prompts)
     if len(set(lengths)) == 1:  # neighbours are as even as any, and views of the batch instead of copies
         base, extra = divmod(len(lengths), ranks)
         starts = [rank * base + min(rank, extra) for rank in range(ranks + 1)]
         return [list(range(start, stop)) for start, stop in pairwise(starts)]
     return partition(lengths, ranks, equal_counts=True)
+
+
+def _shares_of_prompts(lengths: Sequence[int], ranks: int, prompts: Sequence[RowPrompt]) -> list[list[int]]:
+    """Balance by the tokens that are computed. A prompt's rows are cut if they are above an even part and it helps."""
+    whole = units_of([prompt.number for prompt in prompts])
+    even = -(-sum(unit_sums(whole, lengths, prompts)) // ranks)
+    plans = [
+        rows_of(units, partition(unit_sums(units, lengths, prompts), ranks))
+        for units in (whole, prompt_units(lengths, prompts, max(even, 1)))
+    ]
+    return min(plans, key=lambda shares: max(unit_sums(shares, lengths, prompts)))
 
 
 def to_ranks(shares: Sequence[T], ranks_a_share: int) -> list[T]:
@@ -104,21 +120,31 @@ class MiniBatchShare:
 
 
 def mini_batch_shares(
-    membership: Tensor, lengths: Sequence[int], ranks: int, groups: Tensor | None = None
+    membership: Tensor,
+    lengths: Sequence[int],
+    ranks: int,
+    groups: Tensor | None = None,
+    prompts: Sequence[RowPrompt] | None = None,
 ) -> list[MiniBatchShare]:
     """Cut every mini-batch over the ranks, balanced by tokens.
 
     `membership` is the `mini_batch` column, int64 `[B, E]`: the mini-batch of a row in each epoch. `groups` is the
-    `group` column, int64 `[B]`: rows of one group that are in one mini-batch go to one rank.
+    `group` column, int64 `[B]`: rows of one group that are in one mini-batch go to one rank. So do as a rule those of
+    one of the `prompts`, to be computed together.
     """
     group_of = as_array(torch.arange(len(lengths)) if groups is None else groups)
     plans: list[list[list[int]]] = [[] for _ in range(ranks)]
     for column in as_array(membership).T:
         for number in range(int(column.max()) + 1 if len(column) else 0):
             members: list[int] = np.flatnonzero(column == number).tolist()
-            units = units_of(group_of[members].tolist())
-            shares = partition(unit_sums(units, [lengths[i] for i in members]), ranks)
-            for rank, share in enumerate(rows_of(units, shares)):
+            tokens = [lengths[i] for i in members]
+            begins = None if prompts is None else [prompts[i] for i in members]
+            if groups is None and begins is not None:
+                shares = row_shares(tokens, ranks, begins)
+            else:
+                units = units_of(group_of[members].tolist())
+                shares = rows_of(units, partition(unit_sums(units, tokens, begins), ranks))
+            for rank, share in enumerate(shares):
                 plans[rank].append([members[i] for i in share])
     out: list[MiniBatchShare] = []
     for plan in plans:

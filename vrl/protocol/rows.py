@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vrl.protocol.balance import RowPrompt
 from vrl.protocol.columns import (
     DATA_SOURCE,
     GROUND_TRUTH,
@@ -31,7 +32,7 @@ from vrl.protocol.columns import (
     UID,
 )
 from vrl.protocol.dataproto import DataProto, Meta, object_column
-from vrl.protocol.ragged import Ragged, offsets_of
+from vrl.protocol.ragged import Ragged, as_array, offsets_of
 from vrl.protocol.trajectory import Trajectory, content_key
 
 
@@ -120,6 +121,13 @@ def group_numbers(batch: DataProto) -> Tensor:
     """Return int64 `[B]`: the number of each row's group (uid), in the order in which groups first appear."""
     number = {uid: i for i, uid in enumerate(dict.fromkeys(batch.objects[UID]))}
     return torch.tensor([number[uid] for uid in batch.objects[UID]], dtype=torch.int64)
+
+
+def group_prompts(batch: DataProto) -> list[RowPrompt]:
+    """Return how each row begins, as its group says: rows of a draw with prompts of equal length have the same one."""
+    begins = list(zip(batch.objects[UID], map(int, as_array(batch.dense(PROMPT_LENGTH))), strict=True))
+    number = {begin: i for i, begin in enumerate(dict.fromkeys(begins))}
+    return [RowPrompt(number[begin], begin[1]) for begin in begins]
 
 
 def _failure(trajectory: Trajectory) -> dict[str, str]:

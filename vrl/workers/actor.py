@@ -67,7 +67,8 @@ class ActorWorker:
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
         stays = residence(actor.fsdp_config, config.actor_rollout_ref.model.enable_activation_offload)
-        learn = learner(policy, context, limits, step, stays, config.sequence_parallel_size("actor"))
+        ways = (config.sequence_parallel_size("actor"), config.shares_prompts("actor"))
+        learn = learner(policy, context, limits, step, stays, *ways)
         extras = (ENTROPY, SUM_PI_SQUARED) if config.needs_sum_pi_squared else (ENTROPY,)
         return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20, extras)
 
@@ -147,7 +148,8 @@ class ReferenceWorker:
         policy = _load(context, ref.fsdp_config, frozen=True)
         limits = context.limits(config.ref_token_budget, ref.log_prob_micro_batch_size_per_gpu)
         stays = residence(ref.fsdp_config)
-        learn = learner(policy, context, limits, None, stays, config.sequence_parallel_size("reference"))
+        ways = (config.sequence_parallel_size("reference"), config.shares_prompts("reference"))
+        learn = learner(policy, context, limits, None, stays, *ways)
         return cls(learn, sampling_distribution(context))
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))

@@ -39,9 +39,15 @@ class BuildContext:
             return getattr(torch, wanted)
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def packer(self, sequence: SequenceGroup | None = None) -> Packer:
+    def packer(self, sequence: SequenceGroup | None = None, share_prompts: bool = False) -> Packer:
         """Return a packer for the model; vision-language models need positions and share one image cache."""
-        return Packer(self.images, needs_positions=self.images is not None, sequence=sequence)
+        return Packer(
+            self.images,
+            needs_positions=self.images is not None,
+            sequence=sequence,
+            share_prompts=share_prompts,
+            image_token=self.renderer.image_token,
+        )
 
     def limits(self, max_tokens: int, rows: int | None) -> BatchLimits:
         """Return the micro-batch limits: by tokens with `use_dynamic_bsz`, else `rows` at a time."""
@@ -108,6 +114,7 @@ def learner(
     step: OptimizerState | None,
     residence: Residence,
     sequence_parallel_size: int = 1,
+    share_prompts: bool = False,
 ) -> Learner:
     """Return the learner of a sharded module; `step` is None for a frozen one.
 
@@ -115,7 +122,7 @@ def learner(
     """
     ranks = learner_ranks(context.device.type, sequence_parallel_size)
     together = replace(limits, max_tokens=limits.max_tokens * sequence_parallel_size)
-    return Learner(module, context.packer(ranks.sequence), together, step, ranks.data, residence)
+    return Learner(module, context.packer(ranks.sequence, share_prompts), together, step, ranks.data, residence)
 
 
 def residence(config: FsdpConfig, activations: bool = False) -> Residence:

@@ -51,7 +51,8 @@ class CriticWorker:
             norm_length=float(config.data.max_response_length),
         )
         stays = residence(critic.fsdp_config, critic.model.enable_activation_offload)
-        learn = learner(module, context, limits, step, stays, config.sequence_parallel_size("critic"))
+        ways = (config.sequence_parallel_size("critic"), config.shares_prompts("critic"))
+        learn = learner(module, context, limits, step, stays, *ways)
         return cls(learn, objective)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from vrl.algorithms.aggregation import Counts
 from vrl.models.packing import PackedBatch
-from vrl.protocol.balance import in_order, micro_batches, rows_of, unit_sums, units_of
+from vrl.protocol.balance import in_order, micro_batches, prompt_units, rows_of, unit_sums, units_of
 from vrl.protocol.columns import GROUP, INPUT_IDS
 from vrl.protocol.dataproto import DataProto, Meta
 from vrl.protocol.metrics import reduce_metrics
@@ -65,6 +65,7 @@ class BatchLimits:
     """How rows are cut into micro-batches: by token budget, or `rows` at a time when that is set.
 
     Rows of one group (column `group`) stay together; what is above the limit by itself, row or group, stands alone.
+    A prompt that rows of a micro-batch share counts once where the packer shares prompts.
     """
 
     max_tokens: int = 16384
@@ -253,10 +254,22 @@ class Learner:
     # -- plans and reductions -----------------------------------------------------------------------------------
 
     def _plan(self, batch: DataProto) -> list[list[int]]:
-        """Cut rows into micro-batches; all ranks get the same number, empty lists fill up."""
+        """Cut rows into micro-batches; all ranks get the same number, empty lists fill up.
+
+        Rows that share a prompt are neighbours. Under a token budget they are in one micro-batch as far as they fit in,
+        and their prompt counts once.
+        """
         lengths: list[int] = batch.ragged(INPUT_IDS).lengths.tolist() if len(batch) else []
-        units = units_of(batch.dense(GROUP).tolist() if lengths and GROUP in batch else range(len(lengths)))
-        tokens = unit_sums(units, lengths)
+        prompts = self.packer.prompts(batch) if lengths and self.packer.share_prompts else None
+        if lengths and GROUP in batch:
+            units = units_of(batch.dense(GROUP).tolist())
+        elif prompts is not None and self.limits.rows is None:
+            units = prompt_units(lengths, prompts, self.limits.max_tokens)
+        elif prompts is not None:
+            units = [[row] for unit in units_of([prompt.number for prompt in prompts]) for row in unit]
+        else:
+            units = [[row] for row in range(len(lengths))]
+        tokens = unit_sums(units, lengths, prompts)
         if self.limits.rows is not None:
             plan = in_order([len(unit) for unit in units], self.limits.rows)
         else:

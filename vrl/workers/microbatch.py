@@ -1,11 +1,16 @@
 """Rows of a batch to one packed model input; and the row a rank runs when it holds none."""
 
+from itertools import pairwise
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vrl.models.images import ImageCache
-from vrl.models.packing import PackedBatch, pack
+from vrl.models.packing import PackedBatch, pack, with_shared_prompts
 from vrl.models.ulysses import SequenceGroup
+from vrl.protocol.balance import RowPrompt
 from vrl.protocol.columns import COLUMNS, IMAGE_KEYS, INPUT_IDS, LOSS_MASK, POSITION_IDS
 from vrl.protocol.dataproto import DataProto, object_column
 from vrl.protocol.ragged import Ragged
@@ -16,9 +21,19 @@ _DUMMY_LENGTH = 4
 class Packer:
     """Packs rows for one model: ids, positions and the pixels of their images (decoded once, cached)."""
 
-    def __init__(self, images: ImageCache | None, needs_positions: bool, sequence: SequenceGroup | None = None) -> None:
+    def __init__(
+        self,
+        images: ImageCache | None,
+        needs_positions: bool,
+        sequence: SequenceGroup | None = None,
+        *,
+        share_prompts: bool = False,
+        image_token: int | None = None,
+    ) -> None:
         self._images = images
         self._sequence = sequence
+        self._image_token = image_token
+        self.share_prompts = share_prompts
         self.needs_positions = needs_positions
 
     def pack(self, rows: DataProto, device: torch.device) -> PackedBatch:
@@ -26,7 +41,7 @@ class Packer:
         ids = rows.ragged(INPUT_IDS)
         positions = rows.ragged(POSITION_IDS).values if self.needs_positions else None
         pixels, grids, index = self._pixels(rows)
-        return pack(
+        packed = pack(
             ids.values,
             ids.offsets,
             positions=positions,
@@ -34,7 +49,41 @@ class Packer:
             image_grid_thw=grids,
             visual_index=index,
             sequence=self._sequence,
-        ).to(device)
+        )
+        if self.share_prompts:
+            packed = with_shared_prompts(packed, self.prompts(rows), self._image_token)
+        return packed.to(device)
+
+    def prompts(self, rows: DataProto) -> list[RowPrompt]:
+        """Return how each row begins: what stands before its first sampled token. No word of a group is taken for it.
+
+        Rows of equal numbers have the same ids, positions and images there.
+        """
+        ids, masks = rows.ragged(INPUT_IDS), rows.ragged(LOSS_MASK)
+        places = rows.ragged(POSITION_IDS).values.numpy() if self.needs_positions else None
+        numbers: dict[tuple[object, ...], int] = {}
+        prompts: list[RowPrompt] = []
+        for row, (begin, end) in enumerate(pairwise(ids.offsets.tolist())):
+            mask = masks.values[begin:end].numpy()
+            length = int(mask.argmax()) if mask.any() else end - begin
+            shown = ids.values[begin : begin + length].numpy()
+            where = b"" if places is None else places[begin : begin + length].tobytes()
+            images = self._images_before(rows, row, ids.values[begin:end].numpy(), length)
+            key = (shown.tobytes(), where, images)
+            prompts.append(RowPrompt(numbers.setdefault(key, len(numbers)), length))
+        return prompts
+
+    def _images_before(self, rows: DataProto, row: int, ids: NDArray[np.int64], length: int) -> tuple[str, ...]:
+        """Return the images among the first tokens of a row: each is a run of placeholders.
+
+        Where it is not, because nothing stands between two of them, all images of the row count.
+        """
+        if self._images is None or IMAGE_KEYS not in rows:
+            return ()
+        is_image = ids == self._image_token
+        begins = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
+        keys: tuple[str, ...] = rows.objects[IMAGE_KEYS][row]
+        return keys[: int((begins < length).sum())] if len(begins) == len(keys) else keys
 
     def _pixels(self, rows: DataProto) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._images is None or IMAGE_KEYS not in rows:

@@ -88,6 +88,10 @@ FAULTS = [
     ({"algorithm.adv_estimator": "gae", "critic.enable": False}, ["adv_estimator=gae", "critic.enable=False", "null"]),
     ({"trainer.critic_warmup": 3}, ["critic_warmup=3", "adv_estimator=grpo", "critic_warmup=0"]),
     ({f"{A}.use_dynamic_bsz": False}, ["use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"]),
+    (
+        {f"{A}.use_prefix_grouper": True, f"{M}.override_config": {"attn_implementation": "sdpa"}},
+        ["attn_implementation=sdpa", "use_prefix_grouper=False"],
+    ),
     ({"actor_rollout_ref.model.path": ""}, ["actor_rollout_ref.model.path is empty"]),
     ({"data.train_files": []}, ["data.train_files is empty"]),
     ({"data.val_files": [], "trainer.test_freq": 5}, ["test_freq=5", "data.val_files is empty"]),
@@ -262,6 +266,10 @@ WARNINGS = [
     ),
     ({f"{A}.policy_loss.loss_mode": "tba", f"{A}.use_kl_loss": True}, ["loss_mode=tba", "KL counts twice"]),
     ({"data.train_batch_size": 1, f"{A}.ppo_mini_batch_size": 1, f"{R}.n": 2}, ["2 rows", "8 ranks"]),
+    (
+        {f"{A}.use_prefix_grouper": True, f"{R}.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"},
+        ["use_prefix_grouper=True", "rollout.n=1"],
+    ),
     ({f"{A}.ppo_max_token_len_per_gpu": 1000}, ["1024 tokens", "1000", "alone"]),
     ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, ["ppo_micro_batch_size_per_gpu=4 has no effect", "use_dynamic_bsz"]),
     ({"trainer.nnodes": 2}, ["nnodes=2", "ray_kwargs.ray_init.address=auto"]),

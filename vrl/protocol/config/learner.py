@@ -33,6 +33,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = None  # rows a micro-batch when use_dynamic_bsz is off
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, for all roles
     ppo_max_token_len_per_gpu: int = 16384  # tokens a micro-batch and rank
+    use_prefix_grouper: bool = False  # compute a prompt once for its samples, in actor, reference and critic
     ppo_epochs: int = 1  # passes over the rows of a step
     shuffle: bool = False  # mini-batches in a new order each epoch, from trainer.seed
     grad_clip: float = 1.0  # largest gradient norm

@@ -183,7 +183,6 @@ NEUTRAL = {
     f"{_ACTOR}.optim.optimizer": (("adamw",), "AdamW is the only optimizer"),
     f"{_ACTOR}.optim.optimizer_impl": (("torch.optim",), "AdamW is the only optimizer"),
     f"{_ACTOR}.use_invalid_action_penalty": (_OFF, "invalid actions are the reward function's business"),
-    f"{_ACTOR}.use_prefix_grouper": (_OFF, "prompts are not shared between rows of a pass"),
     f"{_ACTOR}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
     f"{_REF}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
     "critic.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),

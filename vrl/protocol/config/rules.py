@@ -139,6 +139,20 @@ def _micro_batches(config: Config) -> Messages:
         )
 
 
+def _shared_prompts(config: Config) -> Messages:
+    if not config.actor_rollout_ref.actor.use_prefix_grouper:
+        return
+    models = [(_MODEL, config.actor_rollout_ref.model.override_config)]
+    models += [("critic.model", config.critic.model.override_config)] if config.needs_critic else []
+    for section, override in models:
+        attention = override.get("attn_implementation", "varlen")
+        if attention not in ("varlen", "flash_attention_2"):
+            yield (
+                f"{section}.override_config.attn_implementation={attention} cannot look back into a prompt that rows "
+                f"share: leave it out, or set {_ACTOR}.use_prefix_grouper=False"
+            )
+
+
 def _engine(config: Config) -> Messages:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
@@ -223,6 +237,7 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _files,
     _batch,
     _micro_batches,
+    _shared_prompts,
     pool_rules.parallel,
     _engine,
     _lengths,
@@ -303,6 +318,8 @@ def _size_warnings(config: Config) -> Messages:
     for key, budget in budgets.items():
         if actor.use_dynamic_bsz and budget < longest:
             yield f"{key}: a row can have {longest} tokens, above the budget of {budget}; such a row is processed alone"
+    if actor.use_prefix_grouper and config.actor_rollout_ref.rollout.n == 1:
+        yield f"{_ACTOR}.use_prefix_grouper=True has no effect with rollout.n=1: no two rows have the same prompt"
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
         yield (
             f"{_ACTOR}.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} has no effect: "

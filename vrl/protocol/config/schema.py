@@ -94,6 +94,10 @@ class Config:
         }
         return sizes.get(role, 1)
 
+    def shares_prompts(self, role: str) -> bool:
+        """Tell whether a role computes a prompt once for the rows of its group."""
+        return self.actor_rollout_ref.actor.use_prefix_grouper and role in ("actor", "reference", "critic")
+
     @property
     def num_replicas(self) -> int:
         """Engines."""
