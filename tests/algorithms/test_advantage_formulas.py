@@ -10,6 +10,7 @@ from vrl.algorithms.advantages.registry import AdvantageInputs, AdvantageParams,
 from vrl.algorithms.metrics import equal_group_share
 from vrl.algorithms.padded import from_padded, to_padded
 from vrl.algorithms.segments import place_on_last_sampled
+from vrl.protocol.config.names import ZERO_VARIANCE_ESTIMATORS
 
 OVER_GROUPS = ("grpo", "rloo", "opo", "gpg")
 
@@ -115,6 +116,17 @@ def test_rows_do_not_see_one_another():
     params = AdvantageParams(gamma=0.9, lam=0.8)
     expected = get_advantage("gae")(alone, params).returns
     torch.testing.assert_close(get_advantage("gae")(beside, params).returns[6:10], expected)
+
+
+@pytest.mark.parametrize("name", ZERO_VARIANCE_ESTIMATORS)
+def test_an_equal_group_among_others_is_zero_and_may_be_left_out(name):
+    scores, group = [1.0, 0.0, 0.25, 0.7, 0.7, 0.7, 0.0, 2.0], [0, 0, 0, 1, 1, 1, 2, 2]
+    found = get_advantage(name)(one_token_rows(scores, group), AdvantageParams()).advantages
+    assert found[3:6].tolist() == [0.0] * 3
+    kept = [i for i, number in enumerate(group) if number != 1]
+    alone = one_token_rows([scores[i] for i in kept], [group[i] for i in kept])
+    scale = 8 / 5 if name == "gpg" else 1.0  # makes up for rows without a gradient
+    torch.testing.assert_close(found[kept], get_advantage(name)(alone, AdvantageParams()).advantages * scale)
 
 
 def test_group_of_one_keeps_its_score():

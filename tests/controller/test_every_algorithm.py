@@ -193,6 +193,21 @@ def test_groups_that_do_not_differ_are_left_out_and_more_are_drawn(shared: Share
     assert len(first.read_text().splitlines()) == 4 * 6 * draws[0]  # people see what was generated
 
 
+def test_groups_that_do_not_differ_are_left_out_and_none_are_drawn(shared: Shared) -> None:
+    steps = train(shared, {"algorithm": {"adv_estimator": "grpo", "zero_variance_filter": True}}, "zero_variance")
+    position = shared.run.data.loader.state_dict()
+    assert (position["epoch"], position["position"]) == (0, 6 * STEPS)
+    for number, step in enumerate(steps, 1):
+        assert step["training/groups_generated"] == step["training/groups_kept"] + step["training/groups_dropped_equal"]
+        assert step["training/rows_dropped"] == 4 * step["training/groups_dropped_equal"]
+        assert step.get("training/num_rows", 0) == 4 * step["training/groups_kept"]
+        assert step.get("training/groups_without_variance", 0) == 0
+        file = shared.folder.path / "zero_variance" / f"step_{number}.jsonl"
+        assert len(file.read_text().splitlines()) == 4 * 6  # people see what was generated
+    assert any(step["training/rows_dropped"] > 0 for step in steps)
+    assert any(step.get("actor/grad_norm", 0) > 0 for step in steps)
+
+
 def test_lora_trains_actor_and_critic_with_the_base_as_reference(shared: Shared) -> None:
     values = {
         "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True},

@@ -14,16 +14,19 @@ from vrl.controller.group_filter import (
     AllGroups,
     DifferingGroups,
     GroupBounds,
+    ZeroVarianceFilter,
     all_rows,
     group_filter,
     row_metric,
 )
 from vrl.controller.roles import Generated
+from vrl.controller.trainer import MiniBatches
 from vrl.data.dataset import load_rows
 from vrl.data.loader import PromptLoader, ordered_batches
-from vrl.protocol.columns import REWARD_BASELINES, SAMPLE_INDEX, UID
+from vrl.protocol.columns import INPUT_IDS, MINI_BATCH, REWARD_BASELINES, SAMPLE_INDEX, UID
 from vrl.protocol.config.builder import build
-from vrl.protocol.dataproto import Meta
+from vrl.protocol.dataproto import DataProto, Meta
+from vrl.protocol.dispatch import mini_batch_shares, row_shares
 from vrl.protocol.errors import RewardError
 from vrl.protocol.rows import batch_of
 from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
@@ -92,7 +95,7 @@ def test_equal_groups_are_dropped_and_prompts_are_drawn_until_the_step_is_full(t
     assert (found.policy_version, found.timing) == (4, {"timing_s/reward": 1.5})
     assert {name.rpartition("/")[2]: value for name, value in found.metrics.items() if "metric" not in name} == {
         "num_gen_batches": 3, "groups_generated": 8, "groups_kept": 3, "groups_dropped_equal": 4,
-        "groups_dropped_surplus": 1,
+        "groups_dropped_surplus": 1, "rows_dropped": 13,
     }  # fmt: skip
     scores = [score for name in SCORES if name != "dead" for score in SCORES[name] if score is not None]
     scores += SCORES["right"]  # drawn twice
@@ -136,6 +139,54 @@ def test_a_draw_without_a_usable_row_ends_the_drawing(trajectory: Make):
     assert (len(found.rows), len(found.failed), len(found.dropped)) == (0, 3, 0)
 
 
+def test_without_drawing_more_equal_groups_are_left_out_and_counted(trajectory: Make):
+    sampler = Sampler(trajectory, SCORES)
+    drawn = prompts_of("right", "differs", "alone", "dead", "partly", "awkward")
+    found, prompts = ZeroVarianceFilter(row_metric(None, ())).complete(sampler(drawn, Sampling(n=N), 7), drawn, 7)
+    assert len(sampler.drawn) == 1
+    assert prompts == drawn
+    assert list(found.rows.objects[UID]) == ["draw-differs"] * 3 + ["draw-partly"] * 2
+    assert list(found.dropped.objects[UID]) == ["draw-right"] * 3 + ["draw-alone"] + ["draw-awkward"] * 3
+    assert len(found.failed) == 6
+    assert (found.policy_version, found.timing) == (4, {"timing_s/reward": 0.5})
+    assert {name.removeprefix("training/"): found.metrics[name] for name in found.metrics if "metric" not in name} == {
+        "train/num_gen_batches": 1, "groups_generated": 5, "groups_kept": 2, "groups_dropped_equal": 3,
+        "groups_dropped_surplus": 0, "rows_dropped": 7,
+    }  # fmt: skip
+    mean = (3.0 + 1.0 + 1.0 + 1.0 + 3 * 0.7) / 12
+    assert found.metrics["training/filter_metric_of_all_rows/mean"] == pytest.approx(mean, rel=1e-6)
+    assert len(all_rows(found).rows) == 12
+
+
+@pytest.mark.parametrize(("names", "said"), [(("right", "alone"), 1), (("dead",), 0)])
+def test_where_no_group_differs_the_step_trains_on_nothing(
+    trajectory: Make, names: tuple[str, ...], said: int, caplog: pytest.LogCaptureFixture
+):
+    drawn = prompts_of(*names)
+    generated = Sampler(trajectory, SCORES)(drawn, Sampling(n=N), 7)
+    with caplog.at_level(logging.WARNING):
+        found, _ = ZeroVarianceFilter(row_metric(None, ())).complete(generated, drawn, 7)
+    assert len(found.rows) == 0
+    assert len(found.dropped) == len(generated.rows)
+    assert found.metrics["training/groups_kept"] == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 7: no group differs in its reward; the step trains on nothing"
+    ] * said
+
+
+def test_fewer_rows_than_ranks_are_cut_into_mini_batches_on_all_of_them(trajectory: Make):
+    drawn = prompts_of("right", "partly", "awkward")
+    found, _ = ZeroVarianceFilter(row_metric(None, ())).complete(
+        Sampler(trajectory, SCORES)(drawn, Sampling(n=N), 7), drawn, 7
+    )
+    batch = MiniBatches(prompts=2, epochs=2, shuffle=False).assign(found.rows, seed=1)
+    lengths = batch.ragged(INPUT_IDS).lengths.tolist()
+    shares = mini_batch_shares(batch.dense(MINI_BATCH), lengths, ranks=4)
+    assert [len(share.steps) for share in shares] == [2] * 4  # each rank takes part in both optimizer steps
+    assert sorted(len(share.rows) for share in shares) == [0, 0, 1, 1]
+    assert sorted(map(len, row_shares(lengths, 4))) == [0, 0, 1, 1]
+
+
 def test_metrics_have_verls_names(trajectory: Make):
     rows = batch_of(
         [
@@ -169,6 +220,19 @@ def test_off_is_another_object_and_on_takes_sizes_from_the_settings():
     config = build(settings)
     assert isinstance(group_filter(config, nothing, Sampling(), nothing), DifferingGroups)
     assert (config.prompts_per_draw, config.algorithm.filter_groups.draws) == (24, 10)
+    settings["algorithm"] = {"zero_variance_filter": True}
+    assert isinstance(group_filter(build(settings), nothing, Sampling(), nothing), ZeroVarianceFilter)
+    assert build(settings).prompts_per_draw == 16
+
+
+def test_without_variance_is_what_has_none_after_shaping(trajectory: Make):
+    settings = {"overlong_buffer": {"enable": True, "len": 4, "penalty_factor": 0.5}, "max_resp_len": 8}
+    config = build({"algorithm": {"zero_variance_filter": True}, "reward_model": settings})
+    rows = [trajectory("short", turns=(2,), score=1.0) for _ in range(2)]
+    rows += [trajectory("long", turns=(length,), score=1.0) for length in (2, 8)]
+    generated = Generated(batch_of(rows, None, Meta()), DataProto(), 0, {})
+    found, _ = group_filter(config, Sampler(trajectory, {}), Sampling(), list).complete(generated, [], 1)
+    assert list(found.rows.objects[UID]) == ["long", "long"]
 
 
 def test_a_resumed_loader_draws_the_prompts_that_come_next(trajectory: Make, tmp_path: Path):

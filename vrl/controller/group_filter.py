@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476): groups that teach nothing are left out, and more prompts are drawn.
+"""Groups that teach nothing are left out; with DAPO's dynamic sampling (arXiv 2503.14476) more prompts are drawn.
 
 A group whose samples all have the same reward has advantage 0. The trainer applies `Groups` after each generation,
 while the engines hold the weights that sampled the rows.
@@ -93,25 +93,16 @@ class DifferingGroups:
     ) -> tuple[Generated, Sequence[Prompt]]:
         """Draw and generate more as long as groups are missing; return kept, dropped and failed rows of all draws."""
         draws, all_prompts = [generated], list(prompts)
-        differing = self._differing(generated.rows)
+        differing = _differing(generated.rows, self._metric)
         while len(differing) < self._bounds.wanted and len(draws) < self._bounds.draws and len(draws[-1].rows):
             more = self._next_prompts()
             draws.append(self._generate(more, self._sampling, step))
             all_prompts += more
-            differing |= self._differing(draws[-1].rows)
+            differing |= _differing(draws[-1].rows, self._metric)
         kept = [prompt.uid for prompt in all_prompts if prompt.uid in differing][: self._bounds.wanted]
         if len(kept) < self._bounds.wanted:
             kept = self._short(kept, len(draws), step)
         return _joined(draws, set(kept), len(differing), self._metric), all_prompts
-
-    def _differing(self, rows: DataProto) -> set[str]:
-        """Return the groups that differ: exactly, as a standard deviation of equal numbers may round to more than 0."""
-        if not len(rows):
-            return set()
-        values: dict[str, set[float]] = {}
-        for uid, value in zip(rows.objects[UID], self._metric(rows).tolist(), strict=True):
-            values.setdefault(uid, set()).add(value)
-        return {uid for uid, found in values.items() if len(found) > 1}
 
     def _short(self, kept: list[str], draws: int, step: int) -> list[str]:
         enough = len(kept) >= self._bounds.at_least
@@ -122,6 +113,46 @@ class DifferingGroups:
             step, draws, len(kept), self._bounds.wanted, outcome,
         )  # fmt: skip
         return kept if enough else []
+
+
+@final
+class ZeroVarianceFilter:
+    """Only groups are trained on whose samples differ in `metric`, however few; no further prompts are drawn for them.
+
+    A step then costs what teaches: the rows left out are generated and scored, but have no log-probs and no update. It
+    is another update than that of all rows, whose advantages there are 0:
+
+    - what divides by tokens or rows (token-mean) divides by those left, so that a step is larger by as much;
+    - what does not vanish with the advantage (entropy bonus, KL loss, the penalties of dro and kl_cov) is taken over
+      those left; so are metrics such as `critic/score/mean` and `response_length/mean`;
+    - mini-batches still hold `ppo_mini_batch_size` groups: there are fewer of them, and schedules go on more slowly.
+
+    A row whose group's other episodes failed has nothing to differ from, and is left out too. When no group differs the
+    step trains on nothing, with a warning, and the run goes on; `trainer.max_steps_without_samples` of them in a row
+    end it.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def complete(
+        self, generated: Generated, prompts: Sequence[Prompt], step: int
+    ) -> tuple[Generated, Sequence[Prompt]]:
+        """Return kept, dropped and failed rows of what was generated, and the prompts as they are."""
+        kept = _differing(generated.rows, self._metric)
+        if len(generated.rows) and not kept:
+            _LOG.warning("step %d: no group differs in its reward; the step trains on nothing", step)
+        return _joined([generated], kept, len(kept), self._metric), prompts
+
+
+def _differing(rows: DataProto, metric: Metric) -> set[str]:
+    """Return the groups that differ: exactly, as a standard deviation of equal numbers may round to more than 0."""
+    if not len(rows):
+        return set()
+    values: dict[str, set[float]] = {}
+    for uid, value in zip(rows.objects[UID], metric(rows).tolist(), strict=True):
+        values.setdefault(uid, set()).add(value)
+    return {uid for uid, found in values.items() if len(found) > 1}
 
 
 def _joined(draws: Sequence[Generated], kept: Collection[str], differing: int, metric: Metric) -> Generated:
@@ -135,6 +166,7 @@ def _joined(draws: Sequence[Generated], kept: Collection[str], differing: int, m
         "training/groups_kept": float(len(kept)),
         "training/groups_dropped_equal": float(groups - differing),
         "training/groups_dropped_surplus": float(differing - len(kept)),
+        "training/rows_dropped": float((~chosen).sum()),
         **({"training/filter_metric_of_all_rows/mean": float(values.mean())} if len(rows) else {}),
     }
     stages = dict.fromkeys(name for draw in draws for name in draw.timing)
@@ -190,8 +222,10 @@ def group_filter(
     sampling: Sampling,
     next_prompts: Callable[[], Sequence[Prompt]],
 ) -> Groups:
-    """Return the filter that `algorithm.filter_groups` asks for."""
-    settings = config.algorithm.filter_groups
+    """Return the filter that `algorithm.filter_groups` or `algorithm.zero_variance_filter` asks for."""
+    settings, shaping = config.algorithm.filter_groups, reward_shaping(config)
+    if config.algorithm.zero_variance_filter:
+        return ZeroVarianceFilter(row_metric("seq_reward", shaping))
     if not settings.enable:
         return AllGroups()
     bounds = GroupBounds(
@@ -199,8 +233,7 @@ def group_filter(
         at_least=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         draws=settings.draws,
     )
-    metric = row_metric(settings.metric, reward_shaping(config))
-    return DifferingGroups(generate, sampling, next_prompts, metric, bounds)
+    return DifferingGroups(generate, sampling, next_prompts, row_metric(settings.metric, shaping), bounds)
 
 
 def all_rows(generated: Generated) -> Generated:

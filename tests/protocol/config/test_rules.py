@@ -58,6 +58,7 @@ def pool(section: str, ranks: int) -> dict[str, Any]:
 
 R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 REWARD_MODEL = {"reward_model.enable": True, "reward_model.model.path": "models/rm"}
+ZERO_VARIANCE = {"algorithm.zero_variance_filter": True}
 FAULTS = [
     ({"data.train_batch_size": 20}, ["train_batch_size=20", "ppo_mini_batch_size=8", "set", "ppo_mini_batch_size=5"]),
     ({f"{A}.ppo_mini_batch_size": 256}, ["train_batch_size=16", "ppo_mini_batch_size=256", "ppo_mini_batch_size=16"]),
@@ -153,6 +154,16 @@ FAULTS = [
         {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 1},
         ["10 draws", "gen_batch_size=1 ", "train_batch_size=16", "gen_batch_size=null"],
     ),
+    ({**ZERO_VARIANCE, f"{R}.n": 1}, ["zero_variance_filter=True", "rollout.n=1", "zero_variance_filter=False"]),
+    ({**ZERO_VARIANCE, **REWARD_MODEL}, ["zero_variance_filter=True", "reward_model.enable=True gives them later"]),
+    (
+        {**ZERO_VARIANCE, "algorithm.filter_groups.enable": True},
+        ["zero_variance_filter=True", "filter_groups.enable=True", "set one of them to False"],
+    ),
+    ({**ZERO_VARIANCE, "algorithm.adv_estimator": "gae"}, ["zero_variance_filter=True", "adv_estimator=gae", "grpo, "]),
+    ({**ZERO_VARIANCE, "algorithm.adv_estimator": "gigpo"}, ["zero_variance_filter=True", "adv_estimator=gigpo"]),
+    ({**ZERO_VARIANCE, "algorithm.use_kl_in_reward": True}, ["zero_variance_filter=True", "use_kl_in_reward=True"]),
+    ({**ZERO_VARIANCE, f"{A}.policy_loss.loss_mode": "tba"}, ["zero_variance_filter=True", "loss_mode=tba"]),
     ({f"{A}.policy_loss.loss_mode": "dpo"}, ["loss_mode=dpo", "rollout.n=8", "set it to 2"]),
     ({f"{A}.policy_loss.loss_mode": "tba", f"{R}.n": 1}, ["loss_mode=tba", "rollout.n=1", "8"]),
     (

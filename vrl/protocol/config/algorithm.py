@@ -76,6 +76,7 @@ class AlgorithmConfig:
     kl_penalty: str = "kl"  # estimator of the KL in the reward
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     mask_truncated_completions: bool = False  # rows cut at a token limit train nothing, but count in their group
+    zero_variance_filter: bool = False  # groups whose rewards are all equal are left out of the update, none are added
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from vrl.protocol.config.names import GROUP_LOSSES, VALUE_ESTIMATORS
+from vrl.protocol.config.names import GROUP_LOSSES, VALUE_ESTIMATORS, ZERO_VARIANCE_ESTIMATORS
 from vrl.protocol.config.schema import Config
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -69,17 +69,11 @@ def group_losses(config: Config) -> Messages:
 
 def filter_groups(config: Config) -> Messages:
     """Groups that are left out."""
-    settings, n = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.n
+    settings = config.algorithm.filter_groups
     if not settings.enable:
         return
     key = "algorithm.filter_groups"
-    if n == 1:
-        yield f"{key}.enable=True leaves out groups that do not differ, but {_N}=1: set n=8, or enable=False"
-    if config.reward_model.enable:
-        yield (
-            f"{key}.enable=True needs scores while prompts are drawn, and reward_model.enable=True gives them later: "
-            "set one of them to False"
-        )
+    yield from _needs_groups(config, f"{key}.enable")
     if settings.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         yield (
             f"{key}.metric=seq_final_reward with algorithm.use_kl_in_reward=True needs log-probs while prompts are "
@@ -90,6 +84,43 @@ def filter_groups(config: Config) -> Messages:
         yield (
             f"{settings.draws} draws ({key}.max_num_gen_batches) of data.gen_batch_size={config.prompts_per_draw} "
             f"prompts can never fill data.train_batch_size={config.data.train_batch_size}: set gen_batch_size=null"
+        )
+
+
+def zero_variance(config: Config) -> Messages:
+    """Groups that are left out without others in their place."""
+    algorithm, key = config.algorithm, "algorithm.zero_variance_filter"
+    if not algorithm.zero_variance_filter:
+        return
+    yield from _needs_groups(config, key)
+    if algorithm.filter_groups.enable:
+        yield f"{key}=True leaves out what algorithm.filter_groups.enable=True replaces: set one of them to False"
+    if algorithm.adv_estimator not in ZERO_VARIANCE_ESTIMATORS:
+        yield (
+            f"{key}=True leaves out groups that have advantage 0, which groups of equal rewards need not have with "
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: set it to one of "
+            f"{', '.join(ZERO_VARIANCE_ESTIMATORS)}, or the filter to False"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            f"{key}=True with algorithm.use_kl_in_reward=True needs log-probs before rows are left out: set one of "
+            f"them to False, {_ACTOR}.use_kl_loss=True is possible"
+        )
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if loss in GROUP_LOSSES:
+        yield (
+            f"{key}=True leaves out advantages of 0, but {_ACTOR}.policy_loss.loss_mode={loss} reads none: set "
+            "zero_variance_filter=False"
+        )
+
+
+def _needs_groups(config: Config, key: str) -> Messages:
+    if config.actor_rollout_ref.rollout.n == 1:
+        yield f"{key}=True leaves out groups that do not differ, but {_N}=1: set n=8, or {key}=False"
+    if config.reward_model.enable:
+        yield (
+            f"{key}=True needs scores while prompts are drawn, and reward_model.enable=True gives them later: "
+            "set one of them to False"
         )
 
 

@@ -248,6 +248,7 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.gdpo,
     algorithm_rules.group_losses,
     algorithm_rules.filter_groups,
+    algorithm_rules.zero_variance,
     lora_rules.modules,
     lora_rules.adapter,
     _resume,
