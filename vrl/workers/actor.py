@@ -66,7 +66,7 @@ class ActorWorker:
         limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        stays = residence(actor.fsdp_config, config.actor_rollout_ref.model.enable_activation_offload)
+        stays = residence(actor.fsdp_config, actor.optim, config.actor_rollout_ref.model.enable_activation_offload)
         learn = learner(policy, context, limits, step, stays, config.sequence_parallel_size("actor"))
         extras = (ENTROPY, SUM_PI_SQUARED) if config.needs_sum_pi_squared else (ENTROPY,)
         return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20, extras)

@@ -50,7 +50,7 @@ class CriticWorker:
             mode=critic.loss_agg_mode,
             norm_length=float(config.data.max_response_length),
         )
-        stays = residence(critic.fsdp_config, critic.model.enable_activation_offload)
+        stays = residence(critic.fsdp_config, critic.optim, critic.model.enable_activation_offload)
         learn = learner(module, context, limits, step, stays, config.sequence_parallel_size("critic"))
         return cls(learn, objective)
 

@@ -39,6 +39,7 @@ class ModelConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule. One scheduler step an optimizer step."""
 
+    optimizer: Literal["AdamW", "DeepSpeedCPUAdam"] = "AdamW"  # or DeepSpeedCPUAdam: the same, in host memory
     lr: float = 1e-6  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the first and second moment
     weight_decay: float = 0.01  # decoupled
