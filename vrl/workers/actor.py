@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vrl.algorithms.losses import registry as policy_losses
-from vrl.models import lora
+from vrl.models import liger, lora
 from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
@@ -192,6 +192,8 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
     )
+    if model.use_liger:
+        liger.apply(policy.hf)
     if frozen:
         policy.requires_grad_(False)
     elif model.uses_lora:

@@ -7,9 +7,9 @@ import pytest
 from tests.protocol.config.test_rules import config_with, faults
 from vrl.protocol.config.rules import Machine, check
 
-GPUS = Machine(gpus=8, cores=64, packages={"deepspeed"})
+GPUS = Machine(gpus=8, cores=64, packages={"deepspeed", "liger_kernel"})
 BARE_GPUS = Machine(gpus=8, cores=64)
-CPU = Machine(gpus=0, cores=64, packages={"deepspeed"})
+CPU = Machine(gpus=0, cores=64, packages={"deepspeed", "liger_kernel"})
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 
 
@@ -35,3 +35,12 @@ def test_cpu_adam_of_a_gpu_is_an_offloaded_optimizer(section: str):
 def test_a_critic_that_is_not_there_needs_nothing():
     unused = cpu_adam(CRITIC) | {"algorithm.adv_estimator": "grpo"}
     assert check(config_with(unused), BARE_GPUS) == ()
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+def test_liger_needs_its_package_and_a_gpu(section: str):
+    wish = {f"{section}.use_liger": True, "algorithm.adv_estimator": "gae"}
+    assert f"{section}.use_liger=True needs a GPU" in faults(wish, CPU)
+    assert f"{section}.use_liger=True needs a GPU" in faults(wish | {"trainer.device": "cpu"}, GPUS)
+    assert "pip install liger-kernel" in faults(wish, BARE_GPUS)
+    assert check(config_with(wish), GPUS) == ()

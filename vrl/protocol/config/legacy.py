@@ -76,7 +76,6 @@ DROPPED = {
     f"{_MODEL}.use_fused_kernels": _CHUNKS,
     f"{_MODEL}.fused_kernel_options": _CHUNKS,
     f"{_MODEL}.use_shm": _SPEED,
-    f"{_MODEL}.use_liger": _SPEED,
     f"{_MODEL}.tiled_mlp": _SPEED,
     f"{_ACTOR}.use_torch_compile": _SPEED,
     f"{_ACTOR}.use_remove_padding": _PACKED,
