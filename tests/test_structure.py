@@ -37,6 +37,7 @@ TOO_LONG: dict[str, str] = {}
 LOCAL_IMPORTS: dict[str, str] = {
     "vrl/controller/prepare.py": "each recipe needs a library of its own that takes seconds to import",
     "vrl/workers/engines.py": "engines are optional: the Hugging Face one runs where vLLM is not installed",
+    "vrl/workers/building.py": "DeepSpeed is optional, and takes a second to import",
 }
 # path -> reason; vrl/models may look into what transformers hands out.
 DYNAMIC_ATTRIBUTES: dict[str, str] = {}

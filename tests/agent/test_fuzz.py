@@ -127,7 +127,7 @@ def check(result: StepResult) -> None:
     assert sum(content.count("<image>") for content in contents) == len(result.observation.images)
     assert all(len(content) <= LIMIT + len(CUT_MARK) + 20 * (1 + content.count("<image>")) for content in contents)
     info = dict(result.info)
-    assert isinstance(info.pop("traceback", ""), str)
+    assert all(isinstance(text, str) for text in info.pop("tool_tracebacks", []))
     assert all(isinstance(value, int | float) for value in info.values())
     json.dumps(contents).encode()
     "".join(contents).encode()
@@ -165,7 +165,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
         assert all(isinstance(turn, ParsedTurn) for turn in turns)
         for result in results:
             check(result)
-            seen.update({key: int(value > 0) for key, value in result.info.items()})
+            seen.update({key: int(bool(value)) for key, value in result.info.items()})
         seen.update(
             {
                 "answers": int(answer is not None),

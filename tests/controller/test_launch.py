@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from tests.models.reward_folders import build_reward_model
 from vrl.algorithms.advantages.registry import get_advantage, known_advantages
@@ -100,4 +101,16 @@ def test_layers_that_the_model_lacks_are_refused_before_anything_starts(tmp_path
     check_model(build(values))
     values[section]["model"] |= lora
     with pytest.raises(ConfigError, match=f"{section}.model.target_modules=.*'query' matches no linear layer"):
+        check_model(build(values))
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref", "critic"])
+def test_liger_is_refused_for_a_model_without_its_kernels(tmp_path: Path, section: str):
+    known = build_tiny_model("qwen2", tmp_path / "qwen2", ["what is 3 + 4"], seed=1)
+    AutoConfig.for_model("granite", num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path / "granite")
+    values: dict[str, Any] = {name: {"model": {"path": str(known)}} for name in ("actor_rollout_ref", "critic")}
+    values[section]["model"]["use_liger"] = True
+    check_model(build(values))
+    values[section]["model"]["path"] = str(tmp_path / "granite")
+    with pytest.raises(ConfigError, match=rf"{section}.model.use_liger=True is for .*, not for granite"):
         check_model(build(values))

@@ -1,19 +1,24 @@
 """One of several ranks: sequence parallel attention, policy and value model against the same on this rank alone.
 
+The exchange is also held against DeepSpeed's `DistributedAttention`, the implementation of Ulysses' authors.
 Started by `test_ulysses.py` as `python ulysses_rank.py TEXT_FOLDER VISION_FOLDER STORE_FILE RANK SIZE`; exits with an
 error when they differ.
 """
 
 import io
 import sys
+from collections.abc import Callable
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import Identity
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vrl.models.attention import AttentionPlans, varlen_attention
 from vrl.models.loading import load_policy, load_value_model
@@ -77,6 +82,37 @@ def check_attention(sequence: SequenceGroup, lengths: tuple[int, ...], kv_heads:
     wanted = run(AttentionPlans(lengths), inputs, weights)
     found = run(AttentionPlans(lengths, sequence), [sequence.slice(x) for x in inputs], sequence.slice(weights))
     torch.testing.assert_close(found, tuple(sequence.slice(x) for x in wanted), **CLOSE)
+
+
+def check_exchange_against_deepspeed(sequence: SequenceGroup, lengths: tuple[int, ...], kv_heads: int) -> None:
+    """Output and gradients of a rank's slice, filling included, are DeepSpeed's around plain attention row by row."""
+    tokens = sum(lengths)
+    inputs = [sequence.slice(_noise(seed, tokens, heads, 8)) for seed, heads in enumerate((4, kv_heads, kv_heads))]
+    factor = sequence.slice(_noise(7, tokens, 4, 8))
+    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    shared = {"cu_seq_lens_q": cu_seqlens, "max_length_q": max(lengths)}
+
+    def row_by_row(*whole: Tensor) -> Tensor:  # [1, size * t, heads, D]
+        filling = whole[0].shape[1] - tokens
+        rows = zip(*(x.transpose(1, 2).split([*lengths, filling], dim=2) for x in whole), strict=True)
+        parts = [scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True) for row in list(rows)[:-1]]
+        return pad(torch.cat(parts, dim=2).transpose(1, 2), (0, 0, 0, 0, 0, filling))
+
+    def theirs(*leaves: Tensor) -> Tensor:
+        attention = DistributedAttention(row_by_row, sequence.group, scatter_idx=2, gather_idx=1)
+        return attention(*(x[None] for x in leaves), batch_dim_idx=0)[0]
+
+    def ours(*leaves: Tensor) -> Tensor:
+        heads_first = (x.transpose(0, 1)[None] for x in leaves)
+        plans = AttentionPlans(lengths, sequence)
+        return varlen_attention(Identity(), *heads_first, None, vrl_plans=plans, **shared)[0][0]
+
+    def run(attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = attend(*leaves)
+        return (out.detach(), *torch.autograd.grad((out * factor).sum(), leaves))
+
+    torch.testing.assert_close(run(ours), run(theirs), rtol=1e-6, atol=1e-6)
 
 
 def _batch(folder: str, rows: list[Row], sequence: SequenceGroup | None) -> PackedBatch:
@@ -185,6 +221,12 @@ def main() -> None:
         for kv_heads in (4, 2, 1):
             check_attention(sequence, lengths, kv_heads, None)
     check_attention(sequence, (9, 14), 2, 5)
+    deepspeed.ops.__compatible_ops__ = {}  # or it would compile, for a minute, collectives that are not used here
+    deepspeed.init_distributed("gloo")  # takes over the group that is there
+    for kv_heads in (4, 2):
+        if kv_heads >= size:  # DeepSpeed does not repeat key-value heads
+            check_exchange_against_deepspeed(sequence, (7, 1, 12), kv_heads)
+            check_exchange_against_deepspeed(sequence, (9, 14), kv_heads)
     if size == 2:
         check_models(text, vision, sequence)
         check_other_attention(text, sequence)

@@ -10,7 +10,8 @@ from vrl.controller.run import assembled
 from vrl.controller.run_folder import RunFolder
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import start_ray
-from vrl.models.loading import head_counts, read_reward_config, skeleton
+from vrl.models.liger import check_type
+from vrl.models.loading import head_counts, read_config, read_reward_config, skeleton
 from vrl.models.lora import adapted_names
 from vrl.models.renderer import check_same_tokenizer, load_renderer
 from vrl.protocol.config.learner import CriticModelConfig
@@ -50,7 +51,7 @@ def fine_tune(config: Config, gpus: bool) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Refuse what the model does not fit, once its folder is there: parallel sizes, and layers for LoRA to adapt."""
+    """Refuse what the model does not fit, once its folder is there: parallel sizes, layers for LoRA and Liger."""
     policy = config.actor_rollout_ref
     heads = head_counts(policy.model.path, trust_remote_code=policy.model.trust_remote_code)
     if config.needs_critic:
@@ -63,9 +64,9 @@ def check_model(config: Config) -> None:
     }
     for key, size in sizes.items():
         check_heads(heads.query, heads.key_value, size, key)
-    _check_adapted_layers(policy.model, "actor_rollout_ref.model", policy.model.path)
+    _check_layers(policy.model, "actor_rollout_ref.model", policy.model.path)
     if config.needs_critic:
-        _check_adapted_layers(config.critic.model, "critic.model", config.critic_model_path)
+        _check_layers(config.critic.model, "critic.model", config.critic_model_path)
     if config.reward_model.enable:
         check_reward_model(config)
 
@@ -90,7 +91,9 @@ def check_reward_model(config: Config) -> None:
         check_same_tokenizer(config.tokenizer_path, path, trust_remote_code=trust)
 
 
-def _check_adapted_layers(model: ModelConfig | CriticModelConfig, section: str, path: str) -> None:
+def _check_layers(model: ModelConfig | CriticModelConfig, section: str, path: str) -> None:
+    if model.use_liger:
+        check_type(read_config(path, trust_remote_code=model.trust_remote_code).model_type, f"{section}.use_liger")
     if model.lora_rank == 0 or model.lora_adapter_path is not None:  # an adapter's folder names its layers itself
         return
     hf = skeleton(

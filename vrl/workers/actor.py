@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vrl.algorithms.losses import registry as policy_losses
-from vrl.models import lora
+from vrl.models import liger, lora
 from vrl.models.loading import load_policy
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
@@ -66,7 +66,7 @@ class ActorWorker:
         limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
         megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        stays = residence(actor.fsdp_config, config.actor_rollout_ref.model.enable_activation_offload)
+        stays = residence(actor.fsdp_config, actor.optim, config.actor_rollout_ref.model.enable_activation_offload)
         ways = (config.sequence_parallel_size("actor"), config.shares_prompts("actor"))
         learn = learner(policy, context, limits, step, stays, *ways)
         extras = (ENTROPY, SUM_PI_SQUARED) if config.needs_sum_pi_squared else (ENTROPY,)
@@ -194,6 +194,8 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
     )
+    if model.use_liger:
+        liger.apply(policy.hf)
     if frozen:
         policy.requires_grad_(False)
     elif model.uses_lora:

@@ -83,12 +83,18 @@ def blocks_of(module: Shardable) -> list[nn.Module]:
 
 
 def stepper(module: nn.Module, config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerState:
-    """Return AdamW over the trainable parameters with its schedule over `total_steps` optimizer steps."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-    )
+    """Return the optimizer of the trainable parameters with its schedule over `total_steps` optimizer steps."""
+    optimizer = _optimizer([p for p in module.parameters() if p.requires_grad], config)
     return OptimizerState(optimizer=optimizer, schedule=schedule(config, total_steps), grad_clip=grad_clip)
+
+
+def _optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    settings = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.optimizer == "DeepSpeedCPUAdam":
+        from vrl.workers.cpu_adam import ShardedCPUAdam  # noqa: PLC0415  (DeepSpeed is optional)
+
+        return ShardedCPUAdam(parameters, **settings)
+    return torch.optim.AdamW(parameters, **settings, foreach=True)
 
 
 def schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -125,6 +131,7 @@ def learner(
     return Learner(module, context.packer(ranks.sequence, share_prompts), together, step, ranks.data, residence)
 
 
-def residence(config: FsdpConfig, activations: bool = False) -> Residence:
-    """Return what of a role waits in host memory."""
-    return Residence(parameters=config.param_offload, optimizer=config.optimizer_offload, activations=activations)
+def residence(config: FsdpConfig, optim: OptimConfig | None = None, activations: bool = False) -> Residence:
+    """Return what of a role waits in host memory. CPU Adam's state never leaves it; a frozen role has no `optim`."""
+    moves = config.optimizer_offload and optim is not None and optim.optimizer == "AdamW"
+    return Residence(parameters=config.param_offload, optimizer=moves, activations=activations)

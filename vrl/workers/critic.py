@@ -7,7 +7,7 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from vrl.models import lora
+from vrl.models import liger, lora
 from vrl.models.loading import load_value_model
 from vrl.models.packing import PackedBatch
 from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, VALUES
@@ -40,6 +40,8 @@ class CriticWorker:
             override_config=critic.model.override_config,
             trust_remote_code=critic.model.trust_remote_code,
         )
+        if critic.model.use_liger:
+            liger.apply(module.backbone)
         if critic.model.uses_lora:  # the value head, which is new as a rule, learns beside the adapters
             lora.add_adapters(module.backbone, lora_settings(critic.model, "critic.model"), config.critic_model_path)
         sharded(module, blocks_of(module), critic.fsdp_config, context)
@@ -50,7 +52,7 @@ class CriticWorker:
             mode=critic.loss_agg_mode,
             norm_length=float(config.data.max_response_length),
         )
-        stays = residence(critic.fsdp_config, critic.model.enable_activation_offload)
+        stays = residence(critic.fsdp_config, critic.optim, critic.model.enable_activation_offload)
         ways = (config.sequence_parallel_size("critic"), config.shares_prompts("critic"))
         learn = learner(module, context, limits, step, stays, *ways)
         return cls(learn, objective)

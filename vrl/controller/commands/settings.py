@@ -1,6 +1,7 @@
 """From a sub-command's arguments to checked settings: config name, `--cfg job`, overrides. Imports nothing heavy."""
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vrl.controller.compose import CONFIG_DIR, Composed, load, yaml_text
+from vrl.protocol.config.package_rules import OPTIONAL
 from vrl.protocol.config.rules import Machine, check
 from vrl.protocol.config.schema import Config
 
@@ -19,7 +21,8 @@ GPU_DEFAULT = "qwen2_5_vl_7b_geo3k_grpo"
 
 def machine() -> Machine:
     """Look at this machine, without torch."""
-    return Machine(gpus=_gpu_count(), cores=len(os.sched_getaffinity(0)))
+    packages = frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) is not None)
+    return Machine(gpus=_gpu_count(), cores=len(os.sched_getaffinity(0)), packages=packages)
 
 
 def _gpu_count() -> int:

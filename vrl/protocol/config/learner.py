@@ -89,6 +89,7 @@ class CriticModelConfig:
     external_lib: str | None = None  # module imported before the model is loaded
     enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass
     enable_activation_offload: bool = False  # what the backward pass needs waits in host memory
+    use_liger: bool = False  # Liger's Triton kernels for RMSNorm and SwiGLU, on a GPU
     freeze_vision_tower: bool = False  # no gradient for the vision tower
     lora_rank: int = 0  # of the adapters that learn in place of all weights; 0: no LoRA
     lora_alpha: int = 16  # the adapters' output counts lora_alpha / lora_rank times

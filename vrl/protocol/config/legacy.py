@@ -76,7 +76,6 @@ DROPPED = {
     f"{_MODEL}.use_fused_kernels": _CHUNKS,
     f"{_MODEL}.fused_kernel_options": _CHUNKS,
     f"{_MODEL}.use_shm": _SPEED,
-    f"{_MODEL}.use_liger": _SPEED,
     f"{_MODEL}.tiled_mlp": _SPEED,
     f"{_ACTOR}.use_torch_compile": _SPEED,
     f"{_ACTOR}.use_remove_padding": _PACKED,
@@ -172,6 +171,7 @@ DROPPED = {
 }
 
 _OFF = ("false", "null", "none", "0", "{}", "[]")
+_OPTIMIZER = "optim.optimizer is AdamW or DeepSpeedCPUAdam, and each is in one package"
 _FSDP = (("fsdp", "fsdp2"), "FSDP2 is the only way of sharding")
 NEUTRAL = {
     f"{_ACTOR}.strategy": _FSDP,
@@ -180,8 +180,8 @@ NEUTRAL = {
     "reward_model.strategy": _FSDP,
     f"{_ACTOR}.fsdp_config.strategy": _FSDP,
     "critic.fsdp_config.strategy": _FSDP,
-    f"{_ACTOR}.optim.optimizer": (("adamw",), "AdamW is the only optimizer"),
-    f"{_ACTOR}.optim.optimizer_impl": (("torch.optim",), "AdamW is the only optimizer"),
+    f"{_ACTOR}.optim.optimizer_impl": (("torch.optim",), _OPTIMIZER),
+    "critic.optim.optimizer_impl": (("torch.optim",), _OPTIMIZER),
     f"{_ACTOR}.use_invalid_action_penalty": (_OFF, "invalid actions are the reward function's business"),
     f"{_ACTOR}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),
     f"{_REF}.megatron": ((), "there is no Megatron backend: use the keys of fsdp_config"),

@@ -19,6 +19,7 @@ class ModelConfig:
     external_lib: str | None = None  # module imported before the model is loaded
     enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass
     enable_activation_offload: bool = False  # what the backward pass needs waits in host memory
+    use_liger: bool = False  # Liger's Triton kernels for RMSNorm and SwiGLU, on a GPU
     freeze_vision_tower: bool = False  # no gradient for the vision tower
     min_pixels: int | None = None  # pixels an image at least, trainer and engine alike; null: the processor's
     max_pixels: int | None = None  # pixels an image at most, trainer and engine alike; null: the processor's
@@ -39,6 +40,7 @@ class ModelConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule. One scheduler step an optimizer step."""
 
+    optimizer: Literal["AdamW", "DeepSpeedCPUAdam"] = "AdamW"  # or DeepSpeedCPUAdam: the same, in host memory
     lr: float = 1e-6  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the first and second moment
     weight_decay: float = 0.01  # decoupled

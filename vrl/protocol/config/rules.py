@@ -4,11 +4,11 @@ Every message names the keys, the numbers and a value that would do. What the pr
 caller: the machine (`Machine`), the model's head counts (`check_heads`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import final
 
-from vrl.protocol.config import algorithm_rules, lora_rules, pool_rules
+from vrl.protocol.config import algorithm_rules, lora_rules, package_rules, pool_rules
 from vrl.protocol.config.names import (
     ADV_ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -46,6 +46,7 @@ class Machine:
 
     gpus: int
     cores: int
+    packages: Collection[str] = ()  # those of `package_rules.OPTIONAL` that can be imported
 
 
 def check(config: Config, machine: Machine | None = None) -> tuple[str, ...]:
@@ -264,6 +265,7 @@ def uses_gpu(config: Config, machine: Machine) -> bool:
 
 def _machine_errors(config: Config, machine: Machine) -> Messages:
     ranks = config.trainer.n_gpus_per_node
+    yield from package_rules.errors(config, machine.packages, gpu=uses_gpu(config, machine))
     if not uses_gpu(config, machine):
         return
     if machine.gpus == 0:
