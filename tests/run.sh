@@ -11,7 +11,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 checks=(format lint imports structure types)
 marks=(dist ray engine learning gpu long) # a test with several marks runs in the tier of its last one
-declare -A minutes=([structure]=5 [unit]=10 [dist]=10 [ray]=25 [engine]=15 [learning]=15 [gpu]=15 [long]=240)
+declare -A minutes=([structure]=5 [unit]=10 [dist]=20 [ray]=30 [engine]=15 [learning]=15 [gpu]=15 [long]=240)
 all=("${checks[@]}" unit "${marks[@]}")
 
 usage() {

@@ -24,7 +24,7 @@ def measured(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     script = [sys.executable, str(HERE / "cpu_adam_process.py"), argument]
     processes = [subprocess.Popen(script, env=shared | {"RANK": str(rank)}) for rank in range(2)]
     try:
-        # The first time on a machine the kernel is compiled.
+        # The first time on a machine the kernel is compiled, which takes a minute or two: hence the tier `long`.
         assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
         for process in processes:
@@ -32,7 +32,7 @@ def measured(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return json.loads(out.read_text())
 
 
-@pytest.mark.dist
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_steps_are_those_of_adamw(measured: dict[str, dict[str, Any]], role: str) -> None:
     found = measured[role]
@@ -40,7 +40,7 @@ def test_steps_are_those_of_adamw(measured: dict[str, dict[str, Any]], role: str
     assert found["moved"] > 1000 * BOUND
 
 
-@pytest.mark.dist
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_checkpoint_goes_on_exactly(measured: dict[str, dict[str, Any]], role: str) -> None:
     found = measured[role]
