@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from vrl.controller.calls import Calls, Place
 from vrl.controller.resource_pool import PoolSpec, ResourcePool, free_port
 from vrl.protocol.balance import RowPrompt
-from vrl.protocol.columns import GROUP, INPUT_IDS, MINI_BATCH
+from vrl.protocol.columns import GROUP, INPUT_IDS, MINI_BATCH, UID
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
 from vrl.protocol.dispatch import (
@@ -169,7 +169,8 @@ class WorkerGroup:
         return lambda: reduce_metrics(parts())
 
     def _prompts(self, batch: DataProto) -> list[RowPrompt] | None:
-        return group_prompts(batch) if self._share_prompts else None
+        # Lessons of supervised training belong to no group.
+        return group_prompts(batch) if self._share_prompts and UID in batch else None
 
     def _send_shares(self, method: str, arguments: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
         results = self._send(method, to_ranks(arguments, self._ranks_a_share))
