@@ -2,9 +2,11 @@
 
 import logging
 import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from vrl.data.tiny_agent_tasks import agent_texts, write_tiny_agent_data
 from vrl.data.tiny_tasks import tokenizer_texts, write_tiny_data
@@ -13,6 +15,7 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
+_DATA_FILES: Final = ("warm_start.parquet", "train.parquet", "val.parquet")  # of every recipe
 
 
 def prepare(config: Config) -> None:
@@ -22,10 +25,22 @@ def prepare(config: Config) -> None:
         _LOG.info("making %s (%s)", model, config.prepare.model)
         build_model(config.prepare.model, model, config.prepare.seed)
     files = [*config.data.train_files, *config.data.val_files, *config.warm_start.files]
-    missing = [name for name in files if not Path(name).exists()]
-    if config.prepare.data is not None and missing:
-        _LOG.info("writing %s (%s)", Path(missing[0]).parent, config.prepare.data)
-        write_data(config.prepare.data, Path(missing[0]).parent, config.prepare.seed)
+    missing = [Path(name) for name in files if not Path(name).exists()]
+    # Another name is a person's own file, mistyped: it is missed when the data are read.
+    if config.prepare.data is not None and missing and all(path.name in _DATA_FILES for path in missing):
+        _write_missing(config.prepare.data, missing, config.prepare.seed)
+
+
+def _write_missing(recipe: str, missing: Sequence[Path], seed: int) -> None:
+    """Put files of the recipe where they are missed; what else stands in their folders may be a person's own."""
+    _LOG.info("writing %s (%s)", ", ".join(map(str, missing)), recipe)
+    with tempfile.TemporaryDirectory() as part:
+        write_data(recipe, Path(part), seed)
+        for path in missing:
+            written = Path(part) / path.name
+            if written.is_file():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(written, path)
 
 
 def build_model(recipe: str, folder: Path, seed: int) -> None:

@@ -45,6 +45,8 @@ def environment(device: str, threads: int) -> Mapping[str, str]:
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
     if device == "cpu":
+        # transformers loads DeepSpeed when it saves a model, and that warns where it finds no GPU by itself.
+        shared |= {"DS_ACCELERATOR": "cpu"}
         # The engine compiles its log-prob function at first use: 18 s for what eager mode does in no time on a CPU.
         shared |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
     return shared

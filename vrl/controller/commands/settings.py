@@ -50,6 +50,8 @@ def read(command: str, arguments: Sequence[str], here: Machine) -> tuple[str, Co
     if given.cfg:
         sys.stdout.write(yaml_text(composed.values))
         return None
+    if not here.gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns when transformers saves a model
     for warning in check(composed.config, here):
         sys.stderr.write(f"warning: {warning}\n")
     return Path(given.config_name).stem, composed
