@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.training import VOCABULARY, compare, free_port, learner_of, objective, place, ratio
+from benchmarks.training import compare, free_port, learner_of, objective, place, ratio, rows_of
 from benchmarks.training import model_folder as folder_in
 from vrl.models.packing import PackedBatch
 from vrl.models.policy import CausalPolicy
-from vrl.protocol.columns import ADVANTAGES, INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, TURN_IDS
+from vrl.protocol.columns import INPUT_IDS, LOSS_MASK
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
 from vrl.workers import process
@@ -28,24 +28,12 @@ PROMPTS, SAMPLES, PROMPT_TOKENS = 8, 8, 64
 BUDGET = 2048  # tokens a micro-batch
 
 
-def rows_of(responses: Sequence[int]) -> DataProto:
+def prompts_in_turn(responses: Sequence[int]) -> DataProto:
     """Return rows of the prompts in turn, with responses of so many tokens."""
-    draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=draw).tolist()
-    answers = [torch.randint(0, VOCABULARY, (n,), generator=draw).tolist() for n in responses]
-    ids = Ragged.from_rows([prompts[i // SAMPLES] + answer for i, answer in enumerate(answers)], torch.int64)
-    masks = [[False] * PROMPT_TOKENS + [True] * n for n in responses]
-    noise = [torch.randn(len(ids.values), generator=draw) for _ in range(3)]
-    return DataProto(
-        {
-            INPUT_IDS: ids,
-            LOSS_MASK: Ragged.from_rows(masks, torch.bool),
-            TURN_IDS: Ragged.from_rows([[int(sampled) - 1 for sampled in mask] for mask in masks], torch.int32),
-            ADVANTAGES: Ragged(noise[0], ids.offsets),
-            OLD_LOG_PROBS: Ragged(0.1 * noise[1] - 9.0, ids.offsets),
-            ROLLOUT_LOG_PROBS: Ragged(0.1 * noise[2] - 9.0, ids.offsets),
-        }
-    )
+    rows = rows_of([PROMPT_TOKENS + n for n in responses], [PROMPT_TOKENS] * len(responses))
+    ids = [row.tolist() for row in rows.ragged(INPUT_IDS).to_rows()]
+    ids = [ids[i - i % SAMPLES][:PROMPT_TOKENS] + row[PROMPT_TOKENS:] for i, row in enumerate(ids)]
+    return DataProto({**rows.columns, INPUT_IDS: Ragged.from_rows(ids, torch.int64)})
 
 
 def log_probs(policy: CausalPolicy, packed: PackedBatch, rows: DataProto) -> list[Tensor]:
@@ -55,7 +43,7 @@ def log_probs(policy: CausalPolicy, packed: PackedBatch, rows: DataProto) -> lis
 
 def measure(folder: Path, responses: Sequence[int], rounds: int) -> None:
     """Print the ratios for one batch."""
-    rows, loss = rows_of(responses), objective()
+    rows, loss = prompts_in_turn(responses), objective()
     shared, alone = learner_of(folder), learner_of(folder)
     shared.packer = Packer(None, needs_positions=False, share_prompts=True)
     shared.limits = alone.limits = BatchLimits(max_tokens=BUDGET)

@@ -66,11 +66,12 @@ def model_folder(root: Path, hidden: int = 256) -> Path:
     return root
 
 
-def rows_of(lengths: Sequence[int]) -> DataProto:
-    """Return rows whose last three quarters were sampled."""
+def rows_of(lengths: Sequence[int], prompts: Sequence[int] = ()) -> DataProto:
+    """Return rows of such lengths, with prompts of such lengths or of a quarter of them."""
     draw = torch.Generator().manual_seed(1)
     ids = Ragged.from_rows([torch.randint(0, VOCABULARY, (n,), generator=draw).tolist() for n in lengths], torch.int64)
-    masks = [[k >= n // 4 for k in range(n)] for n in lengths]
+    prompts = prompts or [n // 4 for n in lengths]
+    masks = [[k >= prompt for k in range(n)] for n, prompt in zip(lengths, prompts, strict=True)]
     noise = [torch.randn(len(ids.values), generator=draw) for _ in range(3)]
     return DataProto(
         {

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from PIL import Image
 
-from vrl.agent.sandbox.program import run_in_session
+from vrl.agent.sandbox.program import run_alone
 from vrl.agent.sandbox.types import CellResult
 
 
@@ -50,11 +50,7 @@ class InProcessRunner:
         return InProcessSession(self, images)
 
     def run_program(self, code: str, standard_input: str = "") -> CellResult:
-        session = self.session()
-        try:
-            return run_in_session(session, code, standard_input)
-        finally:
-            session.close()
+        return run_alone(self, code, standard_input)
 
     def close(self) -> None:
         assert not self.open_sessions

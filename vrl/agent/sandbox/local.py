@@ -17,7 +17,7 @@ from typing import Any, final
 import PIL.Image
 
 from vrl.agent.sandbox.interpreters import Ending, Exchange, Interpreter
-from vrl.agent.sandbox.program import run_in_session
+from vrl.agent.sandbox.program import run_alone
 from vrl.agent.sandbox.types import CellResult
 from vrl.agent.sandbox.zygotes import KIND, Zygote
 from vrl.protocol.config.sandbox import SandboxConfig
@@ -67,11 +67,7 @@ class LocalRunner:
 
     def run_program(self, code: str, standard_input: str = "") -> CellResult:
         """Run a whole program in an interpreter of its own."""
-        session = self.session()
-        try:
-            return run_in_session(session, code, standard_input)
-        finally:
-            session.close()
+        return run_alone(self, code, standard_input)
 
     def close(self) -> None:
         """End all sessions and the sandbox."""

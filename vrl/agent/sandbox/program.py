@@ -3,7 +3,7 @@
 import base64
 from typing import Final
 
-from vrl.agent.sandbox.types import CellResult, CodeSession
+from vrl.agent.sandbox.types import CellResult, CodeRunner, CodeSession
 
 _PIECE_BYTES: Final = 90_000  # a cell may have 200,000 characters
 _FEED: Final = """\
@@ -36,11 +36,19 @@ _done = True
 """
 
 
-def run_in_session(session: CodeSession, code: str, standard_input: str) -> CellResult:
-    """Run a Python program in a session that nothing else uses, and return what it printed.
+def run_alone(runner: CodeRunner, code: str, standard_input: str) -> CellResult:
+    """Run a Python program in a session of its own, and return what it printed.
 
     `error` is set when it ends with an exception, another exit status than 0, or at a limit.
     """
+    session = runner.session()
+    try:
+        return _run(session, code, standard_input)
+    finally:
+        session.close()
+
+
+def _run(session: CodeSession, code: str, standard_input: str) -> CellResult:
     data = standard_input.encode(errors="surrogatepass")
     for number, start in enumerate(range(0, max(len(data), 1), _PIECE_BYTES)):
         piece = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
