@@ -25,11 +25,12 @@ STAGES = {
     "weight sync": ("update_weights",),
     "waiting for rewards": ("reward",),
     "turn loop, rendering, rows": ("gen/loop",),
+    "waiting for tools": ("gen/tools",),
     "advantages (driver)": ("adv",),
 }
 WORK = ("gen/engine", *of_learners("forward", "backward", "optimizer"))
 # What workers report of themselves; the rest of a step is rows on their way, calls, and the driver.
-INSIDE = (*WORK, "gen/loop", "reward", *of_learners("data", "metrics", "offload"), "update_weights", "adv")
+INSIDE = (*WORK, "gen/loop", "gen/tools", "reward", *of_learners("data", "metrics", "offload"), "update_weights", "adv")
 CALLS = ("gen", *LEARNERS, "update_weights")
 
 

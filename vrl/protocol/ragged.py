@@ -56,8 +56,8 @@ class Ragged:
     def trusted(cls, values: Tensor, offsets: Tensor) -> "Ragged":
         """Build from parts of columns that were checked before; the checks cost more than a view does."""
         new = object.__new__(cls)
-        object.__setattr__(new, "values", values)
-        object.__setattr__(new, "offsets", offsets)
+        _set_values(new, values)
+        _set_offsets(new, offsets)
         return new
 
     def __len__(self) -> int:
@@ -91,6 +91,11 @@ class Ragged:
     def take(self, gather: "RowGather | RowRepeat") -> "Ragged":
         """Return the rows of a gather made from this column's offsets."""
         return Ragged.trusted(gather.take(self.values), gather.offsets)
+
+
+# The slots themselves: a view of a column is made for every run of rows, and half its cost was the way past `frozen`.
+_set_values = vars(Ragged)["values"].__set__
+_set_offsets = vars(Ragged)["offsets"].__set__
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -205,38 +210,41 @@ class RowRepeat:
 class RunCuts:
     """Runs of rows that lie one behind the other. A column is cut for all of them at once when one asks for it."""
 
-    __slots__ = ("_offsets", "_parts", "_starts", "_tokens", "_whole")
+    __slots__ = ("_bounds", "_offsets", "_starts", "_whole", "parts")
 
     def __init__(self, whole: Mapping[str, Tensor | Ragged], starts: Sequence[int]) -> None:
         self._whole, self._starts = whole, starts
-        self._parts: dict[str, Sequence[Tensor | Ragged]] = {}
+        self.parts: dict[str, Sequence[Tensor | Ragged]] = {}  # the views of each column that was asked for, one a run
         self._offsets: list[Tensor] = []  # of the per-token columns of each run
-        self._tokens: list[int] = []  # where each run begins among the tokens, and where the last one ends
+        self._bounds: tuple[int, int, list[int]] | None = None  # their first and last token, and the tokens of each run
 
     def column(self, name: str) -> Sequence[Tensor | Ragged]:
-        """Return the views of a column, one a run."""
-        found = self._parts.get(name)
-        if found is None:
-            found = self._parts[name] = self._cut(self._whole[name])
+        """Cut a column and return its views, one a run."""
+        self.parts[name] = found = self._cut(self._whole[name])
         return found
 
     def _cut(self, value: Tensor | Ragged) -> Sequence[Tensor | Ragged]:
         if not isinstance(value, Ragged):
-            return _pieces(value, self._starts)
-        if not self._tokens:
-            bounds = as_array(value.offsets)
-            self._tokens = bounds[list(self._starts)].tolist()
+            return _pieces(value, *_spans(self._starts))
+        if self._bounds is None:
+            rows = as_array(value.offsets)
+            tokens = rows[list(self._starts)].tolist()
+            self._bounds = _spans(tokens)
             self._offsets = [
-                torch.as_tensor(bounds[a : b + 1] - token)
-                for (a, b), token in zip(itertools.pairwise(self._starts), self._tokens, strict=False)
+                torch.as_tensor(rows[a : b + 1] - token)
+                for (a, b), token in zip(itertools.pairwise(self._starts), tokens, strict=False)
             ]
-        return list(map(Ragged.trusted, _pieces(value.values, self._tokens), self._offsets))
+        return list(map(Ragged.trusted, _pieces(value.values, *self._bounds), self._offsets))
 
 
-def _pieces(values: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
-    """Cut at all bounds in one call, several times faster than a slice each."""
-    sizes = [b - a for a, b in itertools.pairwise(bounds)]
-    return torch.split(values[bounds[0] : bounds[-1]], sizes)
+def _spans(bounds: Sequence[int]) -> tuple[int, int, list[int]]:
+    return bounds[0], bounds[-1], [b - a for a, b in itertools.pairwise(bounds)]
+
+
+def _pieces(values: Tensor, start: int, stop: int, sizes: list[int]) -> Sequence[Tensor]:
+    """Cut at all bounds in one call. Not by torch.split, which ends there too but takes three times as long."""
+    whole = stop - start == values.shape[0]
+    return torch.split_with_sizes(values if whole else values[start:stop], sizes)
 
 
 @final
@@ -272,11 +280,12 @@ class RowRun(Mapping[str, Tensor | Ragged]):
         return runs
 
     def __getitem__(self, name: str) -> Tensor | Ragged:
+        cuts = self._cuts
+        if cuts is not None:
+            return (cuts.parts.get(name) or cuts.column(name))[self._place]
         found = self._cut.get(name)
         if found is None:
-            cuts = self._cuts
-            found = self._cut_out(self._whole[name]) if cuts is None else cuts.column(name)[self._place]
-            self._cut[name] = found
+            found = self._cut[name] = self._cut_out(self._whole[name])
         return found
 
     def _cut_out(self, value: Tensor | Ragged) -> Tensor | Ragged:
