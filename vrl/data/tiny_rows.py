@@ -60,12 +60,19 @@ def taught(row: Row, turns: Iterable[str]) -> Row:
 
 
 def write_mixed(path: Path, tasks: Iterable[list[Row]]) -> Path:
-    """Write one parquet file in which the rows of all tasks are mixed evenly."""
+    """Write one parquet file in which the rows of all tasks are mixed evenly; `index` is the place in the file."""
     placed: list[tuple[float, int, Row]] = []
     for number, rows in enumerate(tasks):
         placed.extend(((place + 0.5) / len(rows), number, row) for place, row in enumerate(rows))
-    table = [row for _, _, row in sorted(placed, key=lambda item: item[:2])]
+    mixed = [row for _, _, row in sorted(placed, key=lambda item: item[:2])]
+    table = [{**row, "extra_info": {**_info(row), "index": place}} for place, row in enumerate(mixed)]
     schema = _SCHEMA.append(pa.field("messages", _MESSAGES)) if table and "messages" in table[0] else _SCHEMA
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(table, schema=schema), path)
     return path
+
+
+def _info(row: Row) -> dict[str, object]:
+    info = row["extra_info"]
+    assert isinstance(info, dict)
+    return info
