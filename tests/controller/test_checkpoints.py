@@ -33,7 +33,7 @@ class Counter:
 
 def test_the_drivers_state_comes_back_and_one_that_lacks_an_entry_is_named(tmp_path: Path):
     with RunFolder.open(tmp_path, "") as folder:
-        checkpoints = Checkpoints(folder, TrainerConfig(), export_hf=False)
+        checkpoints = Checkpoints(folder, TrainerConfig())
         assert (checkpoints.resume(Counter(0)), checkpoints.start_step()) == (0, 0)
         checkpoints.save(Counter(3))
         new = Counter(0)

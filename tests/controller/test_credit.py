@@ -97,6 +97,32 @@ def test_kl_is_taken_off_the_shaped_rewards(batch: DataProto):
     assert rewards.metrics["critic/overlong"] == 0.5
 
 
+def test_a_checkpoint_restores_the_coefficient_that_adapts_and_not_the_one_that_is_set(
+    batch: DataProto, caplog: pytest.LogCaptureFixture
+):
+    mask = batch.ragged(LOSS_MASK)
+    old = Ragged(torch.where(mask.values, -0.5, 0.0), mask.offsets)
+    reference = Ragged(torch.where(mask.values, -1.5, 0.0), mask.offsets)
+    batch = batch.with_columns(**{OLD_LOG_PROBS: old, REF_LOG_PROBS: reference})
+
+    def rewards(kind: str, coefficient: float) -> Rewards:
+        control = KlCtrlConfig(type=kind, kl_coef=coefficient, target_kl=0.1, horizon=40)
+        return Rewards(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control))
+
+    before, after, fixed = rewards("adaptive", 0.5), rewards("adaptive", 0.5), rewards("fixed", 0.25)
+    before(batch)
+    kept = before.controller.beta
+    assert kept == pytest.approx(0.5 * (1 + 0.2 * 4 / 40))
+    with caplog.at_level("INFO", logger="vrl.controller.credit"):
+        after.restore(kept)
+        assert caplog.text == ""
+        fixed.restore(kept)
+    assert rewards_of(batch, after) == rewards_of(batch, before)
+    assert after.controller == before.controller
+    assert fixed.controller.beta == 0.25
+    assert caplog.messages == [f"algorithm.kl_ctrl.kl_coef=0.25 holds; the checkpoint has {kept}"]
+
+
 def sampled(batch: DataProto, values: torch.Tensor) -> list[list[float]]:
     mask = batch.ragged(LOSS_MASK)
     rows = Ragged(values, mask.offsets).to_rows()

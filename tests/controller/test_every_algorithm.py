@@ -10,8 +10,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from vrl.controller.prepare import prepare
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.run import Started, role_names, run_length, started, trainer_over, training_sampling
 from vrl.controller.run_folder import RunFolder
-from vrl.controller.tracking import Tracker
-from vrl.controller.trainer import Outputs
+from vrl.controller.tracking import Sample, Tracker
+from vrl.controller.trainer import Outputs, Trainer
 from vrl.controller.worker_group import WorkerGroup
 from vrl.protocol.config.builder import fill
 from vrl.protocol.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 from vrl.protocol.config.rules import check
+from vrl.protocol.config.schema import Config
+from vrl.protocol.errors import WorkerError
 
 pytestmark = pytest.mark.ray
 
@@ -93,26 +96,34 @@ def shared(root: Path) -> Iterator[Shared]:
         yield Shared(run, groups["rollout"], run.data.loader.state_dict(), folder, tracker)
 
 
-def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
-    """Train from the first weights with some settings changed; return the metrics of the steps."""
-    config = fill(shared.run.config, values)
-    assert check(config) == ()
-    learners = [role for role in role_names(config) if role != "rollout"]
-    groups = shared.run.processes.build(learners, run_length(config, STEPS), config) | {"rollout": shared.rollout}
-    shared.run.data.loader.load_state_dict(shared.first_row)
-    outputs = Outputs(
-        tracker=shared.tracker,
-        rollout_files=RolloutFiles(shared.folder.path / name),
+def outputs_of(config: Config, folder: RunFolder, tracker: Tracker, name: str) -> Outputs:
+    return Outputs(
+        tracker=tracker,
+        rollout_files=RolloutFiles(folder.path / name),
         evaluation=Evaluation(
             prompts=(),
             sampling=training_sampling(config),
             greedy_beside=False,
-            files=RolloutFiles(shared.folder.path),
-            show=shared.tracker.log_samples,
+            files=RolloutFiles(folder.path),
+            show=tracker.log_samples,
         ),
-        checkpoints=Checkpoints(shared.folder, config.trainer, export_hf=False),
+        checkpoints=Checkpoints(folder, config.trainer, config.exported_roles),
     )
-    trainer = trainer_over(config, groups, shared.run.data.loader, STEPS, outputs)
+
+
+def new_trainer(shared: Shared, config: Config, outputs: Outputs, steps: int) -> Trainer:
+    """Return a trainer over new learners, the engine that is there, and the first rows."""
+    learners = [role for role in role_names(config) if role != "rollout"]
+    groups = shared.run.processes.build(learners, run_length(config, steps), config) | {"rollout": shared.rollout}
+    shared.run.data.loader.load_state_dict(shared.first_row)
+    return trainer_over(config, groups, shared.run.data.loader, steps, outputs)
+
+
+def train(shared: Shared, values: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
+    """Train from the first weights with some settings changed; return the metrics of the steps."""
+    config = fill(shared.run.config, values)
+    assert check(config) == ()
+    trainer = new_trainer(shared, config, outputs_of(config, shared.folder, shared.tracker, name), STEPS)
     trainer.roles.actor.sync_weights_to(trainer.roles.rollout_group, trainer.policy_version)
     steps: list[Mapping[str, float]] = []
     for _ in range(STEPS):
@@ -229,3 +240,67 @@ def test_ranks_that_share_sequences_train(shared: Shared) -> None:
     steps = train(shared, values | {"critic": {"ulysses_sequence_parallel_size": 2}}, "ulysses")
     assert_trained(steps)
     assert all(step["training/rollout_probs_diff_max"] <= 1e-4 for step in steps)
+
+
+@contextmanager
+def one_step(shared: Shared, values: Mapping[str, Any], path: Path) -> Iterator[tuple[Config, RunFolder, Outputs]]:
+    """Yield settings, folder and outputs of a run of one step."""
+    config = fill(shared.run.config, values)
+    with RunFolder.open(path, "") as folder, Tracker(folder, config, total_steps=1) as tracker:
+        yield config, folder, outputs_of(config, folder, tracker, "rollouts")
+
+
+def lines_of(folder: RunFolder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+def test_what_a_step_gave_is_on_disk_before_what_may_fail(shared: Shared, root: Path) -> None:
+    """A step is logged before its evaluation, and both before a save; here it fails. Another save is whole."""
+    contents = {"checkpoint": {"save_contents": ["model", "optimizer", "extra", "hf_model"]}}
+    control = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 100}
+    values = {
+        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True, "kl_ctrl": control},
+        "actor_rollout_ref": {"actor": contents},
+        "critic": contents,
+    }
+    seen: list[dict[str, float]] = []
+    with one_step(shared, values, root / "save_fails") as (config, folder, outputs):
+
+        def look(_samples: Sequence[Sample], _step: int) -> None:
+            seen.extend(lines_of(folder))
+            folder.checkpoints.write_text("")  # a file where the folder would be
+
+        evaluation = replace(outputs.evaluation, prompts=shared.run.data.validation, show=look)
+        trainer = new_trainer(shared, config, replace(outputs, evaluation=evaluation), 1)
+        with pytest.raises(NotADirectoryError):
+            trainer.fit()
+        (line,) = lines_of(folder)
+        assert seen == [{name: line[name] for name in seen[0]}]
+        assert {"critic/score/mean", "actor/grad_norm", "timing_s/step"} <= seen[0].keys()
+        assert any(name.startswith("val-core/") for name in line.keys() - seen[0].keys())
+        assert "timing_s/save_checkpoint" not in line
+
+        folder.checkpoints.unlink()
+        outputs.checkpoints.save(trainer)
+        saved = folder.checkpoints / "global_step_1"
+        assert (saved / "actor" / "huggingface" / "tokenizer_config.json").is_file()
+        assert (saved / "critic" / "huggingface" / "value_head.safetensors").is_file()
+        resumed = new_trainer(shared, config, outputs, 1)
+        assert outputs.checkpoints.resume(resumed) == 1
+        assert trainer.rewards.controller.beta != 0.5
+        assert resumed.rewards.controller == trainer.rewards.controller
+
+
+def test_a_run_that_gives_up_logs_the_step_that_explains_it(shared: Shared, root: Path) -> None:
+    values = {
+        "algorithm": {"adv_estimator": "gae"},
+        "critic": {"optim": {"lr": 1e36, "lr_warmup_steps": 0}},  # after one update its values are not finite
+        "trainer": {"critic_warmup": 1, "max_nonfinite_steps": 1},
+    }
+    with one_step(shared, values, root / "gives_up") as (config, folder, outputs):
+        with pytest.raises(WorkerError, match=r"1 optimizer steps of the critic in a row .* lower critic\.optim\.lr"):
+            new_trainer(shared, config, outputs, 1).fit()
+        (line,) = lines_of(folder)
+        assert (line["critic/skipped_steps"], line["critic/skipped_in_a_row"]) == (1, 1)
+        assert "actor/grad_norm" not in line
+        assert not folder.checkpoints.exists()

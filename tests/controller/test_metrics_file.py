@@ -66,6 +66,15 @@ def test_a_second_log_of_a_step_joins_its_line(path: Path):
     ]
 
 
+def test_a_line_that_gets_shorter_leaves_nothing_behind(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.log({"x": 0.1 + 0.2}, 1)
+    file.log({"x": 1.0}, 1)
+    assert path.read_text() == '{"training/global_step": 1, "x": 1.0}\n'
+    file.close()
+
+
 def test_a_resumed_run_drops_the_steps_that_run_again(path: Path):
     whole = path.read_text()
     file = MetricsFile(path, 2)

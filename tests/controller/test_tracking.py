@@ -59,6 +59,21 @@ def test_console_and_file_get_a_line_a_step(folder: RunFolder, capsys: pytest.Ca
     assert lines[1] in (folder.path / "log.txt").read_text()
 
 
+@pytest.mark.usefixtures("no_wandb_account")
+def test_what_comes_later_joins_the_step(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    parts = [STEP, {"val-core/sums/reward/mean@1": 0.25}, {"timing_s/save_checkpoint": 3.5}]
+    with Tracker(folder, config_with("console", "tensorboard", "wandb"), total_steps=2) as tracker:
+        for part in parts:
+            tracker.log(part, 1)
+    (line,) = folder.metrics.read_text().splitlines()
+    assert json.loads(line) == {"training/global_step": 1} | parts[0] | parts[1] | parts[2] | {"actor/grad_norm": None}
+    step, evaluation = capsys.readouterr().out.splitlines()
+    assert step.startswith("step 1/2 |")
+    assert evaluation.startswith("held out after step 1, sums |")
+    assert scalars(folder, "timing_s/save_checkpoint") == [(1, 3.5)]
+    assert all(name.encode() in wandb_file(folder.path) for part in parts[1:] for name in part)
+
+
 def test_without_console_the_lines_are_in_the_log_only(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
     with Tracker(folder, config_with(), total_steps=2) as tracker:
         tracker.log(STEP, 1)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.learner_process import COPIES, rows_of
 from tests.workers.rig import config_of, context_of, place_of
-from vrl.models.loading import load_policy
-from vrl.models.lora import FOLDER
+from vrl.models import lora
+from vrl.models.loading import load_policy, load_value_model
+from vrl.models.lora import FOLDER, LoraSettings
 from vrl.models.policy import CausalPolicy
 from vrl.protocol.columns import IMAGE_KEYS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, VALUES
 from vrl.protocol.config.builder import fill
@@ -36,8 +37,8 @@ STEPS = 4
 
 def lora_context(folder: Path, world: int, rank: int = RANK_OF_ADAPTERS) -> BuildContext:
     """Adapters in the decoder, and in the tower of a model that has one; gradient checkpointing on."""
-    lora = {"lora_rank": rank, "lora_alpha": 8, "target_modules": ".*(layers|visual).*"}
-    model = lora | {"enable_gradient_checkpointing": True}
+    adapters = {"lora_rank": rank, "lora_alpha": 8, "target_modules": ".*(layers|visual).*"}
+    model = adapters | {"enable_gradient_checkpointing": True}
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "optim": {"lr": 1e-2}}
     critic = {"model": model, "optim": {"lr": 1e-3}}
     changes = {"actor_rollout_ref": {"model": model, "actor": actor}, "critic": critic}
@@ -158,7 +159,20 @@ def observe_critic(context: BuildContext, rows: DataProto, root: Path, world: in
     values = critic.values(rows).ragged(VALUES).values
     resumed = CriticWorker.build(context, 100)
     resumed.load(root / f"critic_{world}")
-    return {
+    critic.export(root / f"critic_hf_{world}")
+    dist.barrier()
+    exported = load_value_model(root / f"critic_hf_{world}", torch.float32)
+    base = load_value_model(context.config.critic_model_path, torch.float32)
+    adapter = LoraSettings(section="critic.model", adapter_path=str(root / f"critic_hf_{world}" / FOLDER))
+    lora.add_adapters(base.backbone, adapter, context.config.critic_model_path)
+    base.load_head(root / f"critic_hf_{world}")
+    packed = context.packer().pack(rows, torch.device("cpu"))
+    with torch.no_grad():
+        seen = {
+            f"critic_{name}": everywhere(apart(model(packed), values))
+            for name, model in (("exported", exported), ("exported_adapter", base))
+        }
+    return seen | {
         "critic/vf_loss": [metrics["critic/vf_loss"] for metrics in found],
         "critic/grad_norm": [metrics["critic/grad_norm"] for metrics in found],
         "critic_resumed": everywhere(apart(resumed.values(rows).ragged(VALUES).values, values)),

@@ -1,7 +1,7 @@
-"""Checkpoints of older versions: what still fits is loaded, what does not is refused in one line."""
+"""Checkpoints: what is loaded goes on as it was, under the settings of this run; older ones fit or are refused."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,27 +10,18 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.workers.invariance import WHOLE, Way
-from tests.workers.learner_process import learner_of
-from tests.workers.rig import config_of, context_of, free_port, place_of
+from tests.workers.learner_process import learner_of, objective_of, rows_of
+from tests.workers.rig import config_of, context_of
 from vrl.models.loading import load_policy
+from vrl.protocol.config.builder import fill
 from vrl.protocol.errors import DataError
-from vrl.workers import checkpoint, process
+from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext
 from vrl.workers.learner import Learner
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_rank")]
 
 ADAPTED = Way(name="adapter", adapter="beside")
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    before = dict(os.environ)
-    process.start(place_of(0, 1, free_port()))
-    yield
-    process.stop()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
@@ -79,3 +70,45 @@ def test_an_entry_that_is_missing_is_named_in_one_line(context: BuildContext, tm
     assert str(error.value).startswith(f"checkpoint {tmp_path / 'actor'} does not fit this model and optimizer: ")
     assert "counters.skipped_steps" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def optimizer_of(learner: Learner) -> torch.optim.Optimizer:
+    assert learner.stepper is not None
+    return learner.stepper.optimizer
+
+
+def step(context: BuildContext, learner: Learner) -> None:
+    rows = rows_of(context, "qwen2").rows(slice(0, 2))
+    learner.update(rows, [[0, 1]], objective_of(context))
+
+
+def test_a_checkpoint_before_the_first_step_changes_no_later_one(context: BuildContext, tmp_path: Path):
+    plain, saved, loaded = (learner_of(context, load_policy, WHOLE) for _ in range(3))
+    start = weights(plain)
+    checkpoint.save(tmp_path / "actor", saved)
+    assert not optimizer_of(saved).state
+    checkpoint.load(tmp_path / "actor", loaded)
+    for learner in (plain, saved, loaded):
+        step(context, learner)
+        assert {float(entries["step"]) for entries in optimizer_of(learner).state.values()} == {1.0}
+    assert not torch.equal(weights(plain), start)
+    assert torch.equal(weights(saved), weights(plain))
+    assert torch.equal(weights(loaded), weights(plain))
+
+
+def test_the_settings_of_the_run_hold_over_those_of_the_checkpoint(context: BuildContext, tmp_path: Path):
+    old, same = (learner_of(context, load_policy, WHOLE) for _ in range(2))
+    step(context, old)
+    checkpoint.save(tmp_path / "actor", old)
+    assert checkpoint.load(tmp_path / "actor", same) == ""
+    optim = {"lr": 0.5, "betas": [0.8, 0.95], "weight_decay": 0.0}
+    changed = fill(context.config, {"actor_rollout_ref": {"actor": {"optim": optim}}})
+    new = learner_of(replace(context, config=changed), load_policy, WHOLE)
+    said = checkpoint.load(tmp_path / "actor", new)
+    assert said == (
+        "betas=(0.8, 0.95) holds; the checkpoint has (0.9, 0.999), weight_decay=0.0 holds; the checkpoint has 0.01"
+    )
+    for found, wanted in zip(optimizer_of(new).param_groups, optimizer_of(same).param_groups, strict=True):
+        assert {**found, "params": []} == {**wanted, "params": [], **optim, "betas": (0.8, 0.95)}
+    for moments in zip(*(optimizer_of(learner).state.values() for learner in (new, old)), strict=True):
+        assert all(torch.equal(moments[0][name], moments[1][name]) for name in ("step", "exp_avg", "exp_avg_sq"))

@@ -78,6 +78,7 @@ def test_engines_and_folders_get_the_merged_weights(seen: dict[int, dict[str, An
     found = seen[world][kind]
     assert found["same_names"]
     assert max(found["merged"], found["exported"], found["exported_adapter"]) < 1e-5
+    assert max(found["critic_exported"], found["critic_exported_adapter"]) < 1e-5
 
 
 @pytest.mark.parametrize("world", [1, 2])

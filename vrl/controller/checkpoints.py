@@ -5,7 +5,7 @@ Each role writes its part, the driver the rest; then the folder gets its name. C
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -39,10 +39,11 @@ class Saved(Protocol):
 class Checkpoints:
     """Writes and finds checkpoints of one run folder."""
 
-    def __init__(self, folder: RunFolder, config: TrainerConfig, export_hf: bool) -> None:
+    def __init__(self, folder: RunFolder, config: TrainerConfig, exported: Collection[str] = ()) -> None:
+        """`exported` are the roles (actor, critic) that also write a model folder that others can load."""
         self._folder = folder
         self._config = config
-        self._export_hf = export_hf
+        self._exported = exported
 
     def save(self, trainer: Saved) -> dict[str, float]:
         """Save everything a resumed run needs; return the seconds it took."""
@@ -50,10 +51,10 @@ class Checkpoints:
         step = trainer.global_step
         actor, critic = trainer.learners()
         with self._folder.new_checkpoint(step, self._config.max_actor_ckpt_to_keep) as part:
-            actor.save(part / "actor")
-            critic.save(part / "critic")
-            if self._export_hf:
-                actor.export(part / "actor" / "huggingface")
+            for name, role in (("actor", actor), ("critic", critic)):
+                role.save(part / name)
+                if name in self._exported:
+                    role.export(part / name / "huggingface")
             (part / _DRIVER_STATE).write_text(json.dumps(trainer.state(), indent=1))
         return {"timing_s/save_checkpoint": time.perf_counter() - begin}
 

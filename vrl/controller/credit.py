@@ -1,7 +1,8 @@
 """From scores to advantages, on the driver: reward shaping, KL in the reward, estimator. Light work, flat tensors."""
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -37,6 +38,8 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
 from vrl.protocol.rows import group_numbers
+
+_LOG = logging.getLogger(__name__)
 
 Shaping = Callable[[DataProto, Tensor], tuple[Tensor, dict[str, float]]]  # rows, their rewards [T] -> new ones, metrics
 
@@ -119,6 +122,13 @@ class Rewards:
         if self._on:
             rewards = self._less_kl(batch, rewards)
         return DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)})
+
+    def restore(self, beta: float) -> None:
+        """Go on from a checkpoint's KL coefficient where it adapts; a fixed one is that of the settings."""
+        if isinstance(self.controller, AdaptiveKl):
+            self.controller = replace(self.controller, beta=beta)
+        elif self._on and beta != self.controller.beta:
+            _LOG.info("algorithm.kl_ctrl.kl_coef=%s holds; the checkpoint has %s", self.controller.beta, beta)
 
     def _less_kl(self, batch: DataProto, rewards: Tensor) -> Tensor:
         mask = batch.ragged(LOSS_MASK).values

@@ -31,7 +31,8 @@ class MetricsFile:
         lines = _cut(path, resume_step) if path.exists() else []
         self._last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
         self._start = sum(len(line) for line in lines[:-1])
-        self._file = path.open("ab")
+        path.touch()
+        self._file = path.open("r+b")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step."""
@@ -39,11 +40,12 @@ class MetricsFile:
         if self._last.get(_STEP) == step:
             known = self._last | numbers
             numbers = {name: known[name] for name in sorted(known) if name != _STEP}
-            self._file.truncate(self._start)
+            self._file.seek(self._start)
+        else:
+            self._start = self._file.seek(0, os.SEEK_END)
         self._last = {_STEP: step, **numbers}
-        self._start = self._file.seek(0, os.SEEK_END)
         self._file.write(json.dumps(self._last).encode() + b"\n")
-        self._file.flush()
+        self._file.truncate()  # after the write: a kill between leaves no step without its line
 
     def close(self) -> None:
         """Close the file."""

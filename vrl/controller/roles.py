@@ -1,5 +1,6 @@
 """The roles as the training loop sees them: verbs on batches. A role that a run does not need is a null object."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from vrl.protocol.columns import SAMPLE_INDEX, STOP_REASON, UID
 from vrl.protocol.dataproto import DataProto, concat
 from vrl.protocol.trajectory import Prompt, Sampling, StopReason
 from vrl.workers.host import Colocated
+
+_LOG = logging.getLogger(__name__)
 
 NOTHING = DataProto()
 
@@ -46,6 +49,10 @@ class Values(Protocol):
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that can be another run's `critic.model.path`."""
         ...
 
 
@@ -142,7 +149,7 @@ class Actor:
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote; the engines need a sync afterwards."""
-        self._group.call("load", folder)
+        _load(self._group, folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder that others can load."""
@@ -199,7 +206,17 @@ class Critic:
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
-        self._group.call("load", folder)
+        _load(self._group, folder)
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that can be another run's `critic.model.path`."""
+        self._group.call("export", folder)
+
+
+def _load(group: WorkerGroup, folder: Path) -> None:
+    changes = group.call("load", folder)[0]  # all ranks say the same
+    if changes:
+        _LOG.info("%s.optim: %s", group.role, changes)
 
 
 @final
@@ -228,6 +245,9 @@ class NoCritic:
 
     def load(self, folder: Path) -> None:
         """Read nothing, also where a checkpoint has a critic."""
+
+    def export(self, folder: Path) -> None:
+        """Write nothing."""
 
 
 @final

@@ -171,9 +171,7 @@ def assembled(config: Config, folder: RunFolder, gpus: bool) -> Iterator[Trainer
         config, loader = run.config, run.data.loader
         steps = total_steps(config, loader)
         groups = run.processes.build(role_names(config), run_length(config, steps), config)
-        checkpoints = Checkpoints(
-            folder, config.trainer, "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
-        )
+        checkpoints = Checkpoints(folder, config.trainer, config.exported_roles)
         with Tracker(folder, config, total_steps=steps, resume_step=checkpoints.start_step()) as tracker:
             outputs = Outputs(
                 tracker=tracker,

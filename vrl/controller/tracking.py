@@ -1,4 +1,6 @@
-"""What a run reports, to everywhere it is reported. The trainer logs each step once; the only file that knows wandb.
+"""What a run reports, to everywhere it is reported. The only file that knows wandb.
+
+The trainer logs a step, then under the same number its evaluation and its checkpoint, each when it is done.
 
 `metrics.jsonl` is always written and comes first. The console, tensorboard and wandb are `trainer.logger`.
 """
@@ -87,7 +89,7 @@ class Tracker:
             self._closing = stack.pop_all()  # nothing failed: they stay open
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Report the metrics of a step, 0 being the state before the first."""
+        """Report metrics of a step, 0 being the state before the first. More of the same step join them."""
         for sink in (*self._sinks, *self._sample_sinks):
             sink.log(metrics, step)
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 from vrl.controller.baseline import Baseline
@@ -21,6 +21,7 @@ from vrl.controller.data_metrics import (
 )
 from vrl.controller.evaluation import Evaluation
 from vrl.controller.group_filter import Groups, all_rows
+from vrl.controller.patience import Patience
 from vrl.controller.roles import Actor, Generated, LogProbs, Rollout, Scores, Values, stage_seconds
 from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.tracking import Tracker
@@ -29,7 +30,7 @@ from vrl.data.loader import PromptLoader
 from vrl.protocol.columns import MINI_BATCH, UID
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import assign_mini_batches
-from vrl.protocol.errors import RewardError, WorkerError
+from vrl.protocol.errors import RewardError
 from vrl.protocol.metrics import reduce_metrics
 from vrl.protocol.trajectory import Prompt, Sampling
 
@@ -143,7 +144,7 @@ class Trainer:
         self.outputs = outputs
         self.global_step = 0
         self.policy_version = 0  # rises by one with each completed weight sync
-        self._steps_without_samples = 0
+        self._patience = Patience(plan.max_steps_without_samples, plan.max_nonfinite_steps)
 
     def fit(self) -> None:
         """Train to the last step; evaluate and save as the plan says."""
@@ -155,11 +156,13 @@ class Trainer:
         while self.global_step < self.plan.total_steps:
             self.global_step += 1
             metrics = self.step(self.loader.next_batch())
+            self.outputs.tracker.log(metrics, self.global_step)  # at once: what follows may fail, or be killed
+            self._patience.check(metrics)
             if self._due(self.plan.test_freq):
-                metrics |= self.outputs.evaluation.run(self.roles.rollout, self.global_step)
+                evaluated = self.outputs.evaluation.run(self.roles.rollout, self.global_step)
+                self.outputs.tracker.log(evaluated, self.global_step)
             if self._due(self.plan.save_freq):
-                metrics |= self.outputs.checkpoints.save(self)
-            self.outputs.tracker.log(metrics, self.global_step)
+                self.outputs.tracker.log(self.outputs.checkpoints.save(self), self.global_step)
         self.outputs.rollout_files.finish()
 
     def evaluate(self) -> None:
@@ -193,7 +196,7 @@ class Trainer:
                 batch |= self.rewards(batch)
                 batch |= self.advantage(batch)
                 learnt, metrics = self.corrections(batch)
-            self._count_samples(len(learnt))
+            self._patience.count(len(learnt))
             with timer("update_critic"):
                 critic_metrics = roles.critic.update(self.critic_batches.assign(learnt, self._update_seed()))
             if self.global_step > self.plan.critic_warmup:
@@ -221,27 +224,12 @@ class Trainer:
         return generated.rows
 
     def _without_samples(self, generated: Generated, timer: Timers) -> dict[str, float]:
-        self._count_samples(0)
+        self._patience.count(0)
         return {**failure_metrics(generated.failed), **generated.metrics, **timer.seconds}
-
-    def _count_samples(self, rows: int) -> None:
-        self._steps_without_samples = 0 if rows else self._steps_without_samples + 1
-        if self._steps_without_samples >= self.plan.max_steps_without_samples:
-            raise WorkerError(
-                f"{self._steps_without_samples} steps in a row had no row to learn from: episodes failed, or their "
-                "rewards were all equal; see the rollout files (trainer.max_steps_without_samples sets when a run "
-                "gives up)"
-            )
 
     def _metrics(
         self, batch: DataProto, generated: Generated, metrics: dict[str, float], timer: Timers
     ) -> dict[str, float]:
-        if metrics.get("actor/skipped_in_a_row", 0.0) >= self.plan.max_nonfinite_steps:
-            raise WorkerError(
-                f"{int(metrics['actor/skipped_in_a_row'])} optimizer steps in a row had a gradient that was not "
-                "finite; lower actor.optim.lr or look at the last rollouts (trainer.max_nonfinite_steps sets when a "
-                "run gives up)"
-            )
         return {
             "training/global_step": float(self.global_step),
             "training/epoch": float(self.loader.epoch),
@@ -279,8 +267,7 @@ class Trainer:
         """Go on where `state` was taken."""
         self.loader.load_state_dict(state["loader"])
         self.policy_version = int(state["policy_version"])
-        controller = self.rewards.controller
-        self.rewards.controller = replace(controller, beta=state["kl_beta"])
+        self.rewards.restore(state["kl_beta"])
 
     def learners(self) -> tuple[Actor, Values]:
         """Return the roles whose weights a checkpoint keeps."""

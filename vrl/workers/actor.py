@@ -115,9 +115,9 @@ class ActorWorker:
         checkpoint.save(folder, self._learner)
 
     @register(Dispatch.ALL)
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Raises DataError when the checkpoint does not fit."""
-        checkpoint.load(folder, self._learner)
+    def load(self, folder: Path) -> str:
+        """Read what `save` wrote; see `checkpoint.load`. Raises DataError when the checkpoint does not fit."""
+        return checkpoint.load(folder, self._learner)
 
     @register(Dispatch.ALL)
     def export(self, folder: Path) -> None:

@@ -22,6 +22,7 @@ from vrl.protocol.errors import DataError
 from vrl.workers.learner import Learner
 
 _FITS = "fits"
+_SETTINGS = ("betas", "weight_decay")  # of an optimizer, as a person gives them
 _MODULUS = 2**31 - 1  # sums of such numbers over all ranks stay exact in 64 bits
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,29 +34,49 @@ def is_writer() -> bool:
 
 def save(folder: Path, learner: Learner) -> None:
     """Write trained weights, optimizer state and counters. All ranks call it; the folder must not exist yet."""
+    assert learner.stepper is not None, "a frozen module has no checkpoint"
+    optimizer = learner.stepper.optimizer
+    before_first_step = not optimizer.state
     with learner.offload.loaded(optimizer=True):
         state_dict_saver.save(_state(learner) | {_FITS: _fits(learner.module)}, checkpoint_id=str(folder))
+        if before_first_step:
+            optimizer.state.clear()
 
 
-def load(folder: Path, learner: Learner) -> None:
-    """Read what `save` wrote, in place. Raises DataError naming what the checkpoint lacks or what differs."""
+def load(folder: Path, learner: Learner) -> str:
+    """Read what `save` wrote, in place, but for the optimizer's settings: those of this run hold.
+
+    Returns in words which of them the checkpoint has otherwise, "" for none. Raises DataError naming what the
+    checkpoint lacks or what differs.
+    """
     if not (folder / ".metadata").is_file():
         raise DataError(f"checkpoint {folder} is not complete: it has no .metadata file")
     with learner.offload.loaded():
         _check_fit(folder, learner.module)
     assert learner.stepper is not None
+    optimizer = learner.stepper.optimizer
+    mine = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     with learner.offload.loaded(optimizer=True):
         state = _state(learner)
         _read(folder, state)
         set_state_dict(
             learner.module,
-            learner.stepper.optimizer,
+            optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=False),  # frozen ones stay; all others were read, or it would have failed
         )
     learner.steps_taken = state["counters"]["steps_taken"]
     learner.skipped_steps = state["counters"]["skipped_steps"]
+    changes = [
+        f"{name}={value} holds; the checkpoint has {group[name]}"
+        for group, settings in zip(optimizer.param_groups, mine, strict=True)
+        for name, value in settings.items()
+        if name in _SETTINGS and group[name] != value
+    ]
+    for group, settings in zip(optimizer.param_groups, mine, strict=True):
+        group |= settings
+    return ", ".join(changes)
 
 
 def _check_fit(folder: Path, module: nn.Module) -> None:
@@ -93,8 +114,15 @@ def _read(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    assert learner.stepper is not None, "a frozen module has no checkpoint"
+    """Return what a checkpoint has, its tensors being the learner's own.
+
+    An optimizer before its first step has no state; torch makes one up by a step without gradients, which it counts.
+    """
+    assert learner.stepper is not None
+    before_first_step = not learner.stepper.optimizer.state
     model, optimizer = get_state_dict(learner.module, learner.stepper.optimizer)
+    for entries in learner.stepper.optimizer.state.values() if before_first_step else ():
+        entries["step"].zero_()
     frozen = {name for name, p in learner.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     counters = {"steps_taken": learner.steps_taken, "skipped_steps": learner.skipped_steps}
     trained = {name: tensor for name, tensor in model.items() if name not in frozen}

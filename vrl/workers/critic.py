@@ -1,6 +1,6 @@
 """The critic: values of prefixes, and its update. One instance a rank; all ranks call alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, final
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vrl.models import liger, lora
 from vrl.models.loading import load_value_model
 from vrl.models.packing import PackedBatch
+from vrl.models.value import ValueModel
 from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, VALUES
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
@@ -17,15 +18,18 @@ from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
 from vrl.workers.learner import Learner, timed, under_role
 from vrl.workers.losses import REQUIRED_BY_VALUE, ValueObjective
+from vrl.workers.sharding import full_parameters
 
 
 @final
 class CriticWorker:
     """Holds the value model and its optimizer."""
 
-    def __init__(self, learn: Learner, objective: ValueObjective) -> None:
+    def __init__(self, model: ValueModel, learn: Learner, objective: ValueObjective, bucket_bytes: int) -> None:
+        self._model = model
         self._learner = learn
         self._objective = objective
+        self._bucket_bytes = bucket_bytes
 
     @classmethod
     def build(cls, context: BuildContext, total_steps: int) -> Self:
@@ -55,7 +59,8 @@ class CriticWorker:
         stays = residence(critic.fsdp_config, critic.optim, critic.model.enable_activation_offload)
         ways = (config.sequence_parallel_size("critic"), config.shares_prompts("critic"))
         learn = learner(module, context, limits, step, stays, *ways)
-        return cls(learn, objective)
+        megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+        return cls(module, learn, objective, megabytes * 2**20)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(VALUES,))
     def values(self, batch: DataProto) -> DataProto:
@@ -74,9 +79,28 @@ class CriticWorker:
         checkpoint.save(folder, self._learner)
 
     @register(Dispatch.ALL)
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Raises DataError when the checkpoint does not fit."""
-        checkpoint.load(folder, self._learner)
+    def load(self, folder: Path) -> str:
+        """Read what `save` wrote; see `checkpoint.load`. Raises DataError when the checkpoint does not fit."""
+        return checkpoint.load(folder, self._learner)
+
+    @register(Dispatch.ALL)
+    def export(self, folder: Path) -> None:
+        """Write a folder that loads as `critic.model.path`: a Hugging Face one of the backbone, the value head beside.
+
+        With LoRA its weights are the merged ones, and the adapter alone is beside them in peft's format.
+        """
+        write, backbone = checkpoint.is_writer(), self._model.backbone
+        with self._learner.offload.loaded():
+            weights = lora.merged(backbone, self._model.hf_named_parameters(), self._gathered)
+            full = {name: tensor.to("cpu", copy=True) for name, tensor in weights if write}
+            if write:
+                self._model.save_pretrained(folder, full)
+            if lora.has_adapters(backbone):
+                adapter = self._gathered(lora.adapter_parameters(backbone))
+                lora.save_adapter(backbone, adapter, folder / lora.FOLDER, write=write)
+
+    def _gathered(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        return full_parameters(named, self._bucket_bytes)
 
 
 def _run(module: nn.Module, packed: PackedBatch, _rows: DataProto) -> Sequence[Tensor]:

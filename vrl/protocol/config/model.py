@@ -78,5 +78,5 @@ class ResourcePoolConfig:
 class CheckpointConfig:
     """What a role writes to and reads from a checkpoint."""
 
-    save_contents: tuple[CheckpointPart, ...] = ("model", "optimizer", "extra")  # hf_model: also a Hugging Face folder
+    save_contents: tuple[CheckpointPart, ...] = ("model", "optimizer", "extra")  # always; hf_model: also a model folder
     load_contents: tuple[CheckpointPart, ...] = ("model", "optimizer", "extra")  # what a resumed run reads

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import final
 
-from vrl.protocol.config import algorithm_rules, lora_rules, package_rules, pool_rules
+from vrl.protocol.config import algorithm_rules, checkpoint_rules, lora_rules, package_rules, pool_rules
 from vrl.protocol.config.names import (
     ADV_ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -381,6 +381,7 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     _effect_warnings,
     _agent_warnings,
     _run_warnings,
+    checkpoint_rules.left_out,
     lora_rules.unused,
     lora_rules.reference,
 )

@@ -184,6 +184,12 @@ class Config:
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
 
     @property
+    def exported_roles(self) -> tuple[str, ...]:
+        """Roles whose checkpoints also have a model folder that others can load."""
+        wanted = {"actor": self.actor_rollout_ref.actor.checkpoint, "critic": self.critic.checkpoint}
+        return tuple(role for role, checkpoint in wanted.items() if "hf_model" in checkpoint.save_contents)
+
+    @property
     def critic_token_budget(self) -> int:
         """Tokens a micro-batch and rank of the critic."""
         return self.critic.ppo_max_token_len_per_gpu or self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
