@@ -12,8 +12,8 @@ import pytest
 from tests.workers.rig import LONG, Rig, config_of, opened, png, prompt
 from tests.workers.turns import Act, Recorder, acting, with_tools
 from vrl.agent.environments.pool import EnvironmentPool
-from vrl.agent.environments.types import Observation
-from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.agent.environments.types import Observation, StepResult
+from vrl.agent.environments.wire import EnvironmentSpec, KindSpec, StepOutcome
 from vrl.agent.episode import Episode, EpisodeLimits, RenderedPrompt
 from vrl.protocol.columns import (
     IMAGE_KEYS,
@@ -161,6 +161,19 @@ def test_states_are_equal_where_the_same_was_seen(rig: Rig) -> None:
     assert len(one) == 2
 
 
+def test_cut_turns_are_flagged(rig: Rig) -> None:
+    renderer, row = rig.context.renderer, acting("row", "look")
+    limits = EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1)
+    episode = Episode(row, 0, RenderedPrompt.of(row, renderer), renderer, limits)
+    for reason in ("length", "stop", "length"):
+        episode.add_turn(EngineOutput(request_id="row", ids=(300,), log_probs=(-1.0,), finish_reason=reason), 0)
+        if episode.turns < 3:
+            episode.add_outcome(StepResult(info={"calls": 2}), StepOutcome(run_seconds=0.5, wait_seconds=0.25))
+    episode.add_final_reward(1.0)
+    info: dict[str, Any] = {"calls": 2, "tool_seconds": 0.5, "queue_seconds": 0.25}
+    assert episode.trajectory(StopReason.LENGTH).turn_info == ({**info, "cut": 1}, {**info, "cut": 0}, {"cut": 1})
+
+
 def test_a_mask_that_picks_other_tokens_is_noticed(rig: Rig) -> None:
     renderer, row = rig.context.renderer, acting("row", "look")
     limits = EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1)
@@ -220,6 +233,8 @@ def test_budgets_of_a_response_hold_over_turns(rig: Rig, generate: Callable[...,
         assert int(batch.ragged(LOSS_MASK).values.sum()) == sum(asked)
         assert int(batch.ragged(INPUT_IDS).lengths[0] - batch.dense(PROMPT_LENGTH)[0]) <= response
         assert len(batch.objects[TURN_REWARDS][0]) == len(asked)
+        told = [(info["cut"], info.get("told_cut", True)) for info in batch.objects[TURN_INFO][0]]
+        assert told == [(1, True)] * len(asked), "the environment hears it too"
 
 
 def test_images_that_cannot_be_used_become_texts(generate: Callable[..., Any]) -> None:

@@ -210,14 +210,13 @@ class EpisodeLoop:
         except DataError:
             self._fail(entry, traceback.format_exc())
             return
-        by_itself = StopReason.ANSWER if output.finish_reason == "stop" else StopReason.LENGTH
-        entry.ended_by = by_itself
+        entry.ended_by = StopReason.LENGTH if episode.was_cut else StopReason.ANSWER
         if entry.environment is None:
-            self._finish(entry, by_itself)
-        elif by_itself is StopReason.LENGTH and episode.room < 1:
-            self._end(entry, by_itself)  # half a turn is no action: its environment does not see it
+            self._finish(entry, entry.ended_by)
+        elif episode.was_cut and episode.room < 1:
+            self._end(entry, entry.ended_by)  # half a turn is no action: its environment does not see it
         else:
-            self._tools.step(entry, episode.turn_text(self._sampling.stop))
+            self._tools.step(entry, episode.turn_text(self._sampling.stop), episode.was_cut)
 
     def _take_events(self) -> None:
         """Go on with episodes whose environment has answered or whose pause is over; end those over their time."""

@@ -95,10 +95,10 @@ class ToolSide:
             return None
         return self._pool.start(prompt, most_calls) if self._pool is not None else 0
 
-    def step(self, running: Running, text: str) -> None:
+    def step(self, running: Running, text: str, cut: bool) -> None:
         """Give a turn to its environment."""
         if self._pool is not None and running.environment is not None:
-            running.pending = self._pool.step(running.environment, text)
+            running.pending = self._pool.step(running.environment, text, cut)
 
     def finish(self, running: Running) -> None:
         """Ask an environment for the reward of the whole episode."""
