@@ -54,7 +54,10 @@ class Tool(Protocol):
         ...
 
     def start(self, prompt: Prompt, options: Mapping[str, Any]) -> ToolSession:
-        """Return the session of one episode; `options` is the row's `tools_kwargs[<tool name>]`."""
+        """Return the session of one episode; `options` is the row's `tools_kwargs[<tool name>]`.
+
+        `prompt` is an object of the episode's own, the same for all its tools.
+        """
         ...
 
     def close(self) -> None:
