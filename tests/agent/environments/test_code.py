@@ -4,14 +4,17 @@ import pytest
 
 from tests.agent.episodes import opened, png, prompt, texts
 from tests.agent.in_process_runner import InProcessRunner
+from vrl.agent.environments.code import CodeEnvironment
 from vrl.agent.environments.registry import Environments, EnvironmentSettings
-from vrl.agent.environments.types import Environment
+from vrl.agent.environments.tool_calls import ToolEnvironment
 from vrl.protocol.errors import ConfigError
 
 
-def start(runner: InProcessRunner, **config: object) -> Environment:
+def start(runner: InProcessRunner, **config: object) -> CodeEnvironment | ToolEnvironment:
     settings = EnvironmentSettings(environments={"code": {"class": "code_interpreter", "config": config}})
-    return Environments(settings, runner).start(prompt(png(60, 40), env_name="code"))
+    environment = Environments(settings, runner).start(prompt(png(60, 40), env_name="code"))
+    assert isinstance(environment, CodeEnvironment | ToolEnvironment)
+    return environment
 
 
 def test_cells_share_variables_and_images_come_back() -> None:

@@ -52,6 +52,13 @@ def test_a_tool_of_verls_that_runs_code_is_known() -> None:
     assert f"sandbox.kind=local, not on {url}; set sandbox.kind=remote and sandbox.url" in elsewhere
     assert settings_without_effect(config(entries, kind="remote", url=url)) == [ignored]
     assert settings_without_effect(config()) == []
+    beside = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"timeout": 9},
+        "mcp": {"servers": {}},
+    }
+    said = settings_without_effect(config({"verl": {"class": "tools", "config": {"tools": [beside]}}}))
+    assert said == [f"{beside['class_name']}: beside mcp its config has no effect; timeout and others stand in mcp"]
 
 
 def test_tool_processes_load_them_and_keep_variables_from_cell_to_cell() -> None:

@@ -148,6 +148,9 @@ def test_a_long_call_over_http_is_waited_for_and_made_once(
     [
         ({}, "give servers, or mcp_servers_config_path"),
         ({"servers": {"a": {}}}, "servers.a: give either command"),
+        ({"servers": {"a": STDIO}, "time_out": 3}, "tools.*mcp: an mcp entry has no setting time_out; it has servers"),
+        ({"servers": {"a": {**STDIO, "arg": []}}}, "servers.a: the server has no setting arg; it has command, args"),
+        ({"servers": {"a": {"url": "http://x", "env": {}}}}, "servers.a: the server has no setting env; it has url"),
         ({"servers": {"a": {"url": "http://127.0.0.1:9/mcp"}}, "per_episode": 1}, "per_episode=1: use true or false"),
         ({"servers": {"a": {"command": "/no/such/program"}}}, "mcp.a: the MCP server cannot be reached"),
         ({"servers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}, "mcp.a: the MCP server cannot be reached"),

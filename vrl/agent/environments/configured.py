@@ -63,7 +63,10 @@ def settings_without_effect(config: Config) -> list[str]:
     settings, sandbox = settings_of(config), config.actor_rollout_ref.rollout.multi_turn.sandbox
     messages: list[str] = []
     for entry in settings.environments.values():
-        for name, given in _tools(entry, settings):
+        for tool in _tools(entry, settings):
+            name, given = str(tool.get("class_name")), tool.get("config") or {}
+            if "mcp" in tool and given:
+                messages.append(f"{name}: beside mcp its config has no effect; timeout and others stand in mcp")
             ignored = without_effect(name, given)
             if ignored:
                 messages.append(f"{name} is the built-in tool {ALIASES[name]}; no effect have {', '.join(ignored)}")
@@ -77,11 +80,12 @@ def settings_without_effect(config: Config) -> list[str]:
 
 def _runs_code(entry: Any, settings: EnvironmentSettings) -> bool:
     kind = entry.get("class") if isinstance(entry, Mapping) else entry
-    return kind == "code_interpreter" or any(ALIASES.get(name, name) == "python" for name, _ in _tools(entry, settings))
+    names = [str(tool.get("class_name")) for tool in _tools(entry, settings)]
+    return kind == "code_interpreter" or any(ALIASES.get(name, name) == "python" for name in names)
 
 
-def _tools(entry: Any, settings: EnvironmentSettings) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return class and config of each tool of an environment `tools`; of another one none."""
+def _tools(entry: Any, settings: EnvironmentSettings) -> list[Mapping[str, Any]]:
+    """Return the entries of the tools of an environment `tools`; of another one none."""
     if (entry.get("class") if isinstance(entry, Mapping) else entry) != "tools":
         return []
     given = (entry.get("config") or {}) if isinstance(entry, Mapping) else {}
@@ -89,8 +93,7 @@ def _tools(entry: Any, settings: EnvironmentSettings) -> list[tuple[str, Mapping
     file = given.get("tool_config_path", settings.tool_config_path)
     if not tools and file is not None:
         tools = read_tool_file(file)
-    listed = [tool if isinstance(tool, Mapping) else {"class_name": tool} for tool in tools]
-    return [(str(tool.get("class_name")), tool.get("config") or {}) for tool in listed]
+    return [tool if isinstance(tool, Mapping) else {"class_name": tool} for tool in tools]
 
 
 def make_kind(name: str, settings: EnvironmentSettings, sandbox: SandboxConfig) -> EnvironmentKind:

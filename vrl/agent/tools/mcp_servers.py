@@ -29,12 +29,16 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult
 from vrl.agent.tools.event_loop import EventLoopThread
 from vrl.agent.tools.pictures import PictureError, encoded
 from vrl.agent.tools.schemas import checked_schema
-from vrl.agent.tools.types import ToolAnswer, ToolFailure, failed
+from vrl.agent.tools.types import ToolAnswer, ToolFailure, check_settings, failed
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
 _START_SECONDS: Final = 60.0
 _CALL_SECONDS: Final = 60.0
+_SETTINGS: Final = ("servers", "mcp_servers_config_path", "tool_selected_list", "timeout", "per_episode")
+_OF_STDIO: Final = ("command", "args", "env", "cwd")
+_OF_HTTP: Final = ("url", "headers", "auth_token")
+_TELLING: Final = {"type", "transport", "description"}  # what files of other programs say of a server beside that
 _LOST: Final = (  # what a dead transport raises
     *(OSError, EOFError, httpx2.HTTPError),
     *(anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream),
@@ -50,6 +54,7 @@ def mcp_tools(settings: Mapping[str, Any], key: str) -> list["McpTool"]:
     one over HTTP; over stdio that takes a process each. Raises ConfigError that begins with `key` when a server or a
     chosen tool is missing.
     """
+    check_settings(settings, _SETTINGS, f"{key}: an mcp entry")
     servers = _servers(settings, key)
     chosen = settings.get("tool_selected_list")
     timeout = float(settings.get("timeout", _CALL_SECONDS))
@@ -298,6 +303,8 @@ def _servers(settings: Mapping[str, Any], key: str) -> dict[str, Mapping[str, An
     for name, server in servers.items():
         if not isinstance(server, Mapping) or ("command" in server) == ("url" in server):
             raise ConfigError(f"{key}.servers.{name}: give either command (and args) or url")
+        known = _OF_STDIO if "command" in server else _OF_HTTP
+        check_settings(set(server) - _TELLING, known, f"{key}.servers.{name}: the server")
     return {str(name): server for name, server in servers.items()}
 
 

@@ -35,7 +35,10 @@ def is_built_in(name: str) -> bool:
 
 def without_effect(name: str, config: Mapping[str, Any]) -> list[str]:
     """Return the settings of an entry of verl's that do something there, and nothing here."""
-    return sorted(_OTHER_WAYS & set(config)) if name in ALIASES else []
+    if name not in ALIASES:
+        return []
+    ways = _OTHER_WAYS if ALIASES[name] == "retriever" else _OTHER_WAYS | {"timeout"}
+    return sorted(ways & set(config))
 
 
 def build_tool(name: str, config: Mapping[str, Any], resources: ToolResources) -> Tool:

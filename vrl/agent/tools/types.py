@@ -1,11 +1,12 @@
 """What a tool is to an environment: a schema for the model, and a session for each episode."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 from vrl.agent.sandbox.types import CodeRunner
+from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
 
@@ -89,6 +90,14 @@ def function_schema(name: str, description: str, properties: Mapping[str, Any], 
     """Return an OpenAI function schema with these parameters."""
     parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def check_settings(settings: Iterable[str], allowed: Iterable[str], who: str) -> None:
+    """Raise ConfigError, which begins with `who`, when there is a setting that is not one of those allowed."""
+    known = list(allowed)
+    unknown = sorted(str(name) for name in settings if name not in known)
+    if unknown:
+        raise ConfigError(f"{who} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
 
 
 def failed(text: str) -> ToolAnswer:
