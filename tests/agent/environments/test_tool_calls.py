@@ -290,6 +290,15 @@ def test_schemas_are_checked_when_a_tool_is_made(counter: Counter, schema: Any, 
         UserTool(counter, schema, "tools[0]")
 
 
+def test_a_method_that_takes_no_call_is_noticed_when_a_tool_is_made() -> None:
+    class Alone(BaseTool):
+        def execute(self, parameters: Mapping[str, Any]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return ""
+
+    with pytest.raises(ConfigError, match=r"tools\[0\]: Alone.execute takes no \(instance_id, parameters\): too many"):
+        UserTool(Alone({}, NUMBER), NUMBER, "tools[0]")
+
+
 def test_arguments_as_deep_and_odd_as_a_parser_lets_through(kind: ToolKind) -> None:
     deep = json.dumps({"name": "count", "arguments": {"by": [[[[[{"a": 1e300}]]]]], "\u0000": None}})
     environment = kind.start(prompt())
