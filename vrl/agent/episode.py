@@ -27,10 +27,15 @@ class EpisodeLimits:
     max_running: int  # episodes that decode together
     max_turns: int = 1  # model turns, where there is an environment
     max_seconds: float = 600.0  # wall clock from the episode's start, where there is an environment
+    max_plain_seconds: float = 7200.0  # the same, where there is none
     max_retries: int = 0  # new tries after a failure outside the model
     max_images: int = 0  # that observations bring
     max_row_images: int = 0  # those of the prompt included: what the engine takes
     max_image_pixels: int = 1 << 24  # an image of an observation; a larger one becomes a text that says so
+
+    def seconds_of(self, prompt: Prompt) -> float:
+        """Return the wall clock of an episode of this row."""
+        return self.max_plain_seconds if prompt.env_name is None else self.max_seconds
 
 
 @final

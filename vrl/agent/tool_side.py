@@ -119,7 +119,7 @@ class ToolSide:
         """
         found = None
         if self._leads:
-            found = self._collect([entry for entry in running if entry.environment is not None], decoding)
+            found = self._collect(running, decoding)
             if self._in_order and resting:
                 time.sleep(max(0.0, *(start.due - time.monotonic() for start in resting)))
             found += [Event(start.name, None) for start in resting if time.monotonic() >= start.due]
@@ -127,14 +127,14 @@ class ToolSide:
             return self._share(found)
         return found or []
 
-    def _collect(self, running: Sequence[Running], decoding: bool) -> list[Event]:
+    def _collect(self, running: Collection[Running], decoding: bool) -> list[Event]:
         waits = not decoding and not any(entry.pending is not None and entry.pending.done() for entry in running)
         if self._pool is None:
             time.sleep(_WAIT_SECONDS if waits else 0.0)
-            return []
-        self._pool.poll(_WAIT_SECONDS if waits else 0.0)
-        while self._in_order and any(_is_under_way(entry) for entry in running):
-            self._pool.poll(_WAIT_SECONDS)
+        else:
+            self._pool.poll(_WAIT_SECONDS if waits else 0.0)
+            while self._in_order and any(_is_under_way(entry) for entry in running):
+                self._pool.poll(_WAIT_SECONDS)
         now = time.monotonic()
         events: list[Event] = []
         for entry in running:
