@@ -92,4 +92,4 @@ def test_the_other_entries_and_the_tables(environments: Environments) -> None:
     assert [schema["function"]["name"] for schema in environments.kind("math").schemas] == ["calculator", "python"]
     assert len(environments.kind("look").schemas) == 2
     assert set(re.findall(r"^\| `(\w+)` \| `\w+`", PAGE, re.MULTILINE)) == set(BUILT_IN_TOOLS)
-    assert set(SERVERS["tools"][0]["mcp"]) == {"servers", "tool_selected_list", "timeout"}
+    assert set(SERVERS["tools"][0]["mcp"]) == {"servers", "tool_selected_list", "timeout", "per_episode"}

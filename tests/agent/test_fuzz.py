@@ -12,7 +12,7 @@ import pytest
 
 from tests.agent.episodes import png, prompt
 from vrl.agent.environments.deepeyes import read_observation
-from vrl.agent.environments.observations import CUT_MARK
+from vrl.agent.environments.observations import CUT_MARK, TextLimit
 from vrl.agent.environments.registry import Environments, EnvironmentSettings
 from vrl.agent.environments.types import StepResult
 from vrl.agent.parsers.answer import last_answer
@@ -159,7 +159,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
         turns = [parse(text) for parse in (parse_tool_calls, parse_fenced_code, parse_code_tags)]
         answer = last_answer(text)
         results = [episode.step(text) for episode in episodes]
-        read_observation(text.replace("<image>", ""))
+        read_observation(text.replace("<image>", ""), TextLimit())
         seconds = time.process_time() - start
         assert seconds < TURN_SECONDS, (seconds, text[:2000])
         assert all(isinstance(turn, ParsedTurn) for turn in turns)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,8 +13,8 @@ import pytest
 from tests.workers.rig import LONG, Rig, config_of, opened, png, prompt
 from tests.workers.turns import Act, Recorder, acting, with_tools
 from vrl.agent.environments.pool import EnvironmentPool
-from vrl.agent.environments.types import Observation
-from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
+from vrl.agent.environments.types import Observation, StepResult
+from vrl.agent.environments.wire import EnvironmentSpec, KindSpec, StepOutcome
 from vrl.agent.episode import Episode, EpisodeLimits, RenderedPrompt
 from vrl.protocol.columns import (
     IMAGE_KEYS,
@@ -96,8 +97,10 @@ def test_rows_only_grow_and_are_those_of_the_trainer(rig: Rig, generate: Callabl
         )
         for k in range(6)
     ]
+    before = deepcopy(prompts)
     batch, engine = generate(prompts, n=2)
     assert len(batch) == 16
+    assert prompts == before, "samples share no state and leave their row as it was"
     renderer = rig.context.renderer
     turns_seen = 0
     for i in range(len(batch)):
@@ -135,14 +138,8 @@ def test_rows_only_grow_and_are_those_of_the_trainer(rig: Rig, generate: Callabl
 
 
 def test_states_are_equal_where_the_same_was_seen(rig: Rig) -> None:
-    renderer, limits = (
-        rig.context.renderer,
-        EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1, max_images=2, max_row_images=4),
-    )
-
     def states(said: tuple[int, ...], seed: int) -> tuple[str, ...]:
-        row = acting("row", "look <image>", images=[png(56, 56, 1)])
-        episode = Episode(row, 0, RenderedPrompt.of(row, renderer), renderer, limits)
+        episode = episode_of(rig, acting("row", "look <image>", images=[png(56, 56, 1)]))
         for turn in range(2):
             request = episode.request(STRICT, 0, 0)
             log_probs = (-1.0,) * len(said)
@@ -154,18 +151,32 @@ def test_states_are_equal_where_the_same_was_seen(rig: Rig) -> None:
                 assert episode.observe(Observation(messages=messages, images=(png(56, 84, seed),))) is None
         return episode.trajectory(StopReason.ANSWER).turn_states
 
-    one, same, other = states((300, 301), 2), states((302, *renderer.eos_ids), 2), states((300, 301), 3)
+    one, same, other = states((300, 301), 2), states((302, *rig.context.renderer.eos_ids), 2), states((300, 301), 3)
     assert one == same, "what was said in between, and how it ended, is no part of a state"
     assert one[0] == other[0]
     assert one[1] != other[1]
     assert len(one) == 2
 
 
+def episode_of(rig: Rig, row: Prompt) -> Episode:
+    limits = EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1, max_images=2, max_row_images=4)
+    return Episode(row, 0, RenderedPrompt.of(row, rig.context.renderer), rig.context.renderer, limits)
+
+
+def test_cut_turns_are_flagged(rig: Rig) -> None:
+    episode = episode_of(rig, acting("row", "look"))
+    for reason in ("length", "stop", "length"):
+        episode.add_turn(EngineOutput(request_id="row", ids=(300,), log_probs=(-1.0,), finish_reason=reason), 0)
+        if episode.turns < 3:
+            episode.add_outcome(StepResult(info={"calls": 2}), StepOutcome(run_seconds=0.5, wait_seconds=0.25))
+    episode.add_final_reward(1.0)
+    info: dict[str, Any] = {"calls": 2, "tool_seconds": 0.5, "queue_seconds": 0.25}
+    assert episode.trajectory(StopReason.LENGTH).turn_info == ({**info, "cut": 1}, {**info, "cut": 0}, {"cut": 1})
+
+
 def test_a_mask_that_picks_other_tokens_is_noticed(rig: Rig) -> None:
-    renderer, row = rig.context.renderer, acting("row", "look")
-    limits = EpisodeLimits(max_response_tokens=900, max_model_len=1600, max_running=1)
     for change in (lambda e: e._mask.__setitem__(0, 1), lambda e: e._expanded.__setitem__(-1, 305)):
-        episode = Episode(row, 0, RenderedPrompt.of(row, renderer), renderer, limits)
+        episode = episode_of(rig, acting("row", "look"))
         output = EngineOutput(request_id="row", ids=(300, 301), log_probs=(-1.0, -1.0), finish_reason="stop")
         episode.add_turn(output, 0)
         assert episode.trajectory(StopReason.ANSWER).num_sampled == 2
@@ -220,6 +231,8 @@ def test_budgets_of_a_response_hold_over_turns(rig: Rig, generate: Callable[...,
         assert int(batch.ragged(LOSS_MASK).values.sum()) == sum(asked)
         assert int(batch.ragged(INPUT_IDS).lengths[0] - batch.dense(PROMPT_LENGTH)[0]) <= response
         assert len(batch.objects[TURN_REWARDS][0]) == len(asked)
+        told = [(info["cut"], info.get("told_cut", True)) for info in batch.objects[TURN_INFO][0]]
+        assert told == [(1, True)] * len(asked), "the environment hears it too"
 
 
 def test_images_that_cannot_be_used_become_texts(generate: Callable[..., Any]) -> None:
@@ -303,6 +316,17 @@ def test_an_episode_may_run_out_of_time_while_it_decodes(generate: Callable[...,
     assert stops(batch) == {"first": "failed", "later": "failed"}
     assert "time limit: no turn ended within 0.3 s" in batch.objects[SCORE_EXTRA][0]["failure"]
     assert sorted(engine.aborted)[:1] == ["first/0/0/0"]
+    assert engine.num_unfinished() == 0
+
+
+def test_plain_rows_have_a_time_limit_too(generate: Callable[..., Any]) -> None:
+    batch, engine = generate(
+        [prompt("plain", "hi")], replace(STRICT, max_tokens=900), n=2, response=900, episode_timeout=0.3, max_retries=1
+    )
+    assert stops(batch) == {"plain": "failed"}
+    for extra in batch.objects[SCORE_EXTRA]:
+        assert "time limit: no turn ended within 0.3 s (rollout.agent.episode_timeout) (the last" in extra["failure"]
+    assert set(engine.aborted) == {f"plain/{index}/0/{retry}" for index in (0, 1) for retry in (0, 1)}
     assert engine.num_unfinished() == 0
 
 

@@ -27,10 +27,15 @@ class EpisodeLimits:
     max_running: int  # episodes that decode together
     max_turns: int = 1  # model turns, where there is an environment
     max_seconds: float = 600.0  # wall clock from the episode's start, where there is an environment
+    max_plain_seconds: float = 7200.0  # the same, where there is none
     max_retries: int = 0  # new tries after a failure outside the model
     max_images: int = 0  # that observations bring
     max_row_images: int = 0  # those of the prompt included: what the engine takes
     max_image_pixels: int = 1 << 24  # an image of an observation; a larger one becomes a text that says so
+
+    def seconds_of(self, prompt: Prompt) -> float:
+        """Return the wall clock of an episode of this row."""
+        return self.max_plain_seconds if prompt.env_name is None else self.max_seconds
 
 
 @final
@@ -79,12 +84,18 @@ class Episode:
         self._sampled: list[tuple[int, ...]] = []  # a turn each, as the engine gave them
         self._rewards: list[float] = []
         self._info: list[Mapping[str, Any]] = []
+        self._cut = False
         self._states = [rendered.state]
 
     @property
     def room(self) -> int:
         """Tokens that may still follow, 0 or less when the response or the context is full."""
         return self._room_behind(len(self._expanded))
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a limit of tokens ended the last turn, and not the model."""
+        return self._cut
 
     def _room_behind(self, length: int) -> int:
         response = length - len(self._rendered.expanded)
@@ -114,6 +125,7 @@ class Episode:
         self._ids += output.ids
         self._append(output.ids, output.log_probs, (1, self.turns, version))
         self._sampled.append(output.ids)
+        self._cut = output.finish_reason != "stop"
         self.turns += 1
         if not set(self._renderer.banned_ids).isdisjoint(output.ids):
             raise DataError("the engine sampled an image or vision token, although they are banned")
@@ -136,14 +148,15 @@ class Episode:
 
     def add_outcome(self, result: StepResult, outcome: StepOutcome) -> None:
         """Keep what the environment gave the last turn."""
+        seconds = {"tool_seconds": outcome.run_seconds, "queue_seconds": outcome.wait_seconds}
         self._rewards.append(result.reward)
-        self._info.append({**result.info, "tool_seconds": outcome.run_seconds, "queue_seconds": outcome.wait_seconds})
+        self._info.append({**result.info, "cut": int(self._cut), **seconds})
 
     def add_final_reward(self, reward: float) -> None:
         """Add the environment's reward of the whole episode to that of the last turn."""
         missing = self.turns - len(self._rewards)
         self._rewards += [0.0] * missing
-        self._info += [{}] * missing
+        self._info += [{"cut": int(self._cut)}] * missing
         self._rewards[-1] += reward
 
     def observe(self, observation: Observation) -> StopReason | None:
@@ -230,7 +243,7 @@ class Episode:
         """Return the prompt with what reward functions may want to know in `extra_info`, where several turns can be.
 
         Keys: `last_turn` (text of the last model turn, special tokens left out), `num_turns`, `stop_reason`,
-        `turn_rewards`, `turn_info` (what the environment reported, a mapping a turn).
+        `turn_rewards`, `turn_info` (what the environment reported, a mapping a turn, and whether a limit `cut` it).
         """
         if self.prompt.env_name is None:
             return self.prompt

@@ -24,6 +24,7 @@ from vrl.protocol.trajectory import Prompt, Sampling, StopReason, Trajectory
 
 _STEPS_WITHOUT_PROGRESS = 1000  # engine steps in a row that finish nothing and admit nothing, beyond the token limits
 _LAST_CALL_SECONDS = 30.0  # for the reward of the whole, when the time of an episode is over
+_ROUNDS_A_LOOK = 64  # of the loop, between looks at the clock while only plain rows run; each tells all ranks
 _LIVE_PER_DECODING = 2  # episodes under way, with those that wait for tools, over those that may decode together
 
 
@@ -104,13 +105,15 @@ class EpisodeLoop:
         begin = time.perf_counter()
         self._engine_seconds, self._tool_seconds = 0.0, 0.0
         self._step, self._version = step, version
-        open_source = True
+        open_source, rounds = True, 0
         try:
             while open_source or self._running or self._retries:
                 open_source = self._admit(source, open_source)
                 if self._decoding:
                     self._decode()
-                if self._acting or self._retries.resting:
+                rounds += 1
+                look = bool(self._decoding) and rounds % _ROUNDS_A_LOOK == 0
+                if self._acting or self._retries.resting or look:
                     self._take_events()
                 self._scorer.poll()
                 self._hand_over(sink)
@@ -154,7 +157,7 @@ class EpisodeLoop:
             entry = Running(
                 start=start,
                 episode=episode,
-                deadline=time.monotonic() + self._limits.max_seconds,
+                deadline=time.monotonic() + self._limits.seconds_of(prompt),
                 environment=self._tools.start(prompt, start.most_calls),
             )
             self._running[entry.name] = entry
@@ -210,14 +213,13 @@ class EpisodeLoop:
         except DataError:
             self._fail(entry, traceback.format_exc())
             return
-        by_itself = StopReason.ANSWER if output.finish_reason == "stop" else StopReason.LENGTH
-        entry.ended_by = by_itself
+        entry.ended_by = StopReason.LENGTH if episode.was_cut else StopReason.ANSWER
         if entry.environment is None:
-            self._finish(entry, by_itself)
-        elif by_itself is StopReason.LENGTH and episode.room < 1:
-            self._end(entry, by_itself)  # half a turn is no action: its environment does not see it
+            self._finish(entry, entry.ended_by)
+        elif episode.was_cut and episode.room < 1:
+            self._end(entry, entry.ended_by)  # half a turn is no action: its environment does not see it
         else:
-            self._tools.step(entry, episode.turn_text(self._sampling.stop))
+            self._tools.step(entry, episode.turn_text(self._sampling.stop), episode.was_cut)
 
     def _take_events(self) -> None:
         """Go on with episodes whose environment has answered or whose pause is over; end those over their time."""
@@ -263,10 +265,10 @@ class EpisodeLoop:
     def _time_over(self, entry: Running) -> None:
         """End an episode that decodes on the last turn that it finished.
 
-        Without one it has failed, and so it has while its environment works: what a model said before a call that hangs
-        is no reason for a score.
+        Without one, as every plain row is, it has failed, and so it has while its environment works: what a model said
+        before a call that hangs is no reason for a score.
         """
-        limit = f"{self._limits.max_seconds:g} s (rollout.agent.episode_timeout)"
+        limit = f"{self._limits.seconds_of(entry.start.prompt):g} s (rollout.agent.episode_timeout)"
         if entry.request_id is None:
             self._fail(entry, f"time limit: a tool call was still under way after {limit}")
             return

@@ -95,10 +95,10 @@ class ToolSide:
             return None
         return self._pool.start(prompt, most_calls) if self._pool is not None else 0
 
-    def step(self, running: Running, text: str) -> None:
+    def step(self, running: Running, text: str, cut: bool) -> None:
         """Give a turn to its environment."""
         if self._pool is not None and running.environment is not None:
-            running.pending = self._pool.step(running.environment, text)
+            running.pending = self._pool.step(running.environment, text, cut)
 
     def finish(self, running: Running) -> None:
         """Ask an environment for the reward of the whole episode."""
@@ -119,7 +119,7 @@ class ToolSide:
         """
         found = None
         if self._leads:
-            found = self._collect([entry for entry in running if entry.environment is not None], decoding)
+            found = self._collect(running, decoding)
             if self._in_order and resting:
                 time.sleep(max(0.0, *(start.due - time.monotonic() for start in resting)))
             found += [Event(start.name, None) for start in resting if time.monotonic() >= start.due]
@@ -127,14 +127,14 @@ class ToolSide:
             return self._share(found)
         return found or []
 
-    def _collect(self, running: Sequence[Running], decoding: bool) -> list[Event]:
+    def _collect(self, running: Collection[Running], decoding: bool) -> list[Event]:
         waits = not decoding and not any(entry.pending is not None and entry.pending.done() for entry in running)
         if self._pool is None:
             time.sleep(_WAIT_SECONDS if waits else 0.0)
-            return []
-        self._pool.poll(_WAIT_SECONDS if waits else 0.0)
-        while self._in_order and any(_is_under_way(entry) for entry in running):
-            self._pool.poll(_WAIT_SECONDS)
+        else:
+            self._pool.poll(_WAIT_SECONDS if waits else 0.0)
+            while self._in_order and any(_is_under_way(entry) for entry in running):
+                self._pool.poll(_WAIT_SECONDS)
         now = time.monotonic()
         events: list[Event] = []
         for entry in running:

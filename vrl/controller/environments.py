@@ -5,7 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from vrl.agent.environments.configured import environment_spec, observation_roles, running_code, with_built_in
+from vrl.agent.environments.configured import (
+    environment_spec,
+    observation_roles,
+    running_code,
+    settings_without_effect,
+    with_built_in,
+)
 from vrl.agent.environments.pool import Schemas, check_environments
 from vrl.agent.environments.registry import PLAIN
 from vrl.agent.sandbox.runner import probe
@@ -39,6 +45,8 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
     used = used_environments(files) if files else set[str]()
     named = bool(config.actor_rollout_ref.rollout.agent.environments)
     config = with_built_in(config, used)
+    for message in settings_without_effect(config):
+        _LOG.warning("%s", message)
     left_out = _without_sandbox(config, used)
     if left_out:
         config = _without(config, left_out)

@@ -47,6 +47,7 @@ from vrl.data.loader import PromptLoader, ordered_batches
 from vrl.data.prompts import ColumnNames
 from vrl.models.renderer import HFRenderer, load_renderer
 from vrl.protocol.config.schema import Config
+from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt, Sampling
 from vrl.workers.host import RunLength
 from vrl.workers.rollout import reward_spec
@@ -110,11 +111,26 @@ def _rows(
 
 
 def with_image_limit(config: Config, most_images: int) -> Config:
-    """Return the settings with the engine's image limit, where it is left open: from the data, and what tools add."""
+    """Return the settings with the engine's image limit, where it is left open: from the data, and what tools add.
+
+    Raises ConfigError when a limit that is set leaves no room for a row's own images.
+    """
     policy = config.actor_rollout_ref
-    if policy.rollout.limit_images is not None:
-        return config
     added = policy.rollout.agent.max_images if policy.rollout.agent.environments else 0
+    limit, key = policy.rollout.limit_images, "actor_rollout_ref.rollout.limit_images"
+    if limit is not None:
+        if limit < most_images:
+            raise ConfigError(
+                f"{key}={limit}: a row of the data has {most_images} images; leave it out, or raise it to "
+                f"{most_images + added}"
+            )
+        if limit < most_images + added:
+            _LOG.warning(
+                "%s=%d: a row has %d images, and agent.max_images=%d more are allowed: its episodes end at the limit "
+                "of the engine; leave it out, or lower agent.max_images",
+                *(key, limit, most_images, added),
+            )
+        return config
     rollout = replace(policy.rollout, limit_images=max(most_images + added, 1))
     return replace(config, actor_rollout_ref=replace(policy, rollout=rollout))
 

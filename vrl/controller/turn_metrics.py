@@ -14,7 +14,8 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
     """Return times, rewards and reported numbers over all turns of the rows that an environment has seen.
 
     `env/<name>` is the mean of what `StepResult.info` holds under that name, over the turns that have it: 0 and 1 (or
-    false and true) a turn become a share. `tool/seconds` is the time in environments, `tool/queue_seconds` the time
+    false and true) a turn become a share; so `env/cut` is that of turns which the limit of their tokens ended.
+    `tool/seconds` is the time in environments, `tool/queue_seconds` the time
     that a turn waited for it. Without such turns there is no metric.
     """
     if TURN_INFO not in batch:

@@ -25,7 +25,7 @@ class Scripted:
         self._turn = 0
         self._note("start")
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, cut: bool = False) -> StepResult:
         script = self._prompt.tools_kwargs["script"]
         act = script[min(self._turn, len(script) - 1)]
         self._turn += 1
@@ -49,7 +49,7 @@ class Scripted:
             observation=observation,
             reward=act.get("reward", 0.0),
             done=act.get("done", False),
-            info={"calls": 1, "thread": threading.current_thread().name, **act.get("info", {})},
+            info={"calls": 1, "thread": threading.current_thread().name, "told_cut": cut, **act.get("info", {})},
         )
 
     def finish(self) -> float:

@@ -4,14 +4,17 @@ import pytest
 
 from tests.agent.episodes import opened, png, prompt, texts
 from tests.agent.in_process_runner import InProcessRunner
+from vrl.agent.environments.code import CodeEnvironment
 from vrl.agent.environments.registry import Environments, EnvironmentSettings
-from vrl.agent.environments.types import Environment
+from vrl.agent.environments.tool_calls import ToolEnvironment
 from vrl.protocol.errors import ConfigError
 
 
-def start(runner: InProcessRunner, **config: object) -> Environment:
+def start(runner: InProcessRunner, **config: object) -> CodeEnvironment | ToolEnvironment:
     settings = EnvironmentSettings(environments={"code": {"class": "code_interpreter", "config": config}})
-    return Environments(settings, runner).start(prompt(png(60, 40), env_name="code"))
+    environment = Environments(settings, runner).start(prompt(png(60, 40), env_name="code"))
+    assert isinstance(environment, CodeEnvironment | ToolEnvironment)
+    return environment
 
 
 def test_cells_share_variables_and_images_come_back() -> None:
@@ -22,7 +25,7 @@ def test_cells_share_variables_and_images_come_back() -> None:
     assert texts(first) == [
         "The code ran and printed nothing.",
         "21",
-        "Error: not run: at most 2 code blocks run in a turn",
+        "Error: 1 further code block was not run: at most 2 run in a turn",
     ]
     assert first.info == {"tool_calls": 2, "tool_errors": 1, "malformed_calls": 0, "code_seconds": 0.02}
     failed = environment.step("```python\nprint('before')\n1 / 0\n```")
@@ -32,7 +35,18 @@ def test_cells_share_variables_and_images_come_back() -> None:
     assert texts(shown) == ["21\n<image>"]
     assert shown.observation is not None
     assert opened(shown.observation.images[0]).size == (40, 60)
-    assert "is not closed" in texts(environment.step("```python\nprint(1)"))[0]
+    for cut in (False, True):
+        unclosed = environment.step("```python\nprint(1)", cut=cut)
+        assert "is not closed" in texts(unclosed)[0]
+        assert unclosed.info["malformed_calls"] == (not cut)
+    many = environment.step("```python\n```\n" * 4 + "```python\nprint(x)\n```\n" * 40)
+    assert [text[:30] for text in texts(many)[:2]] == ["Error: The code block is empty"] * 2
+    assert texts(many)[2:] == [
+        "21",
+        "21",
+        "Error: more than 28 further code blocks were not run: at most 2 run in a turn",
+    ]
+    assert (many.info["tool_calls"], many.info["tool_errors"], many.info["malformed_calls"]) == (2, 1, 4)
     ended = environment.step("It is <answer>21</answer>\n```python\nprint('not run')\n```")
     assert ended.observation is None
     environment.close()

@@ -6,7 +6,12 @@ import time
 import pytest
 
 from tests.workers.rig import png
-from vrl.agent.environments.configured import environment_spec, running_code, with_built_in
+from vrl.agent.environments.configured import (
+    environment_spec,
+    running_code,
+    settings_without_effect,
+    with_built_in,
+)
 from vrl.agent.environments.pool import EnvironmentPool
 from vrl.protocol.config.builder import build
 from vrl.protocol.config.schema import Config
@@ -20,9 +25,9 @@ ENTRIES = {
 CALL = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 30, 30]}}</tool_call>'
 
 
-def config(entries: object = None) -> Config:
+def config(entries: object = None, **sandbox: str) -> Config:
     agent = {"environments": ENTRIES if entries is None else entries, "max_turns": 3}
-    return build({"actor_rollout_ref": {"rollout": {"agent": agent}}})
+    return build({"actor_rollout_ref": {"rollout": {"agent": agent, "multi_turn": {"sandbox": sandbox}}}})
 
 
 def row(env_name: str, *images: bytes) -> Prompt:
@@ -35,6 +40,25 @@ def test_what_rows_use_gets_an_entry_and_code_is_known_by_its_tools() -> None:
     assert set(completed.actor_rollout_ref.rollout.agent.environments) == {"code_interpreter", "image_tools"}
     assert running_code(completed) == {"code_interpreter"}
     assert environment_spec(config({})).kinds == {}
+
+
+def test_a_tool_of_verls_that_runs_code_is_known() -> None:
+    name, url = "verl.tools.sandbox_fusion_tools.SandboxFusionTool", "http://fusion:8080/run_code"
+    entry = {"class_name": name, "config": {"sandbox_fusion_url": url, "num_workers": 10, "type": "native"}}
+    entries = {"verl": {"class": "tools", "config": {"tools": [entry]}}}
+    assert running_code(config(entries)) == {"verl"}
+    ignored, elsewhere = settings_without_effect(config(entries))
+    assert ignored == f"{name} is the built-in tool python; no effect have num_workers, sandbox_fusion_url, type"
+    assert f"sandbox.kind=local, not on {url}; set sandbox.kind=remote and sandbox.url" in elsewhere
+    assert settings_without_effect(config(entries, kind="remote", url=url)) == [ignored]
+    assert settings_without_effect(config()) == []
+    beside = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"timeout": 9},
+        "mcp": {"servers": {}},
+    }
+    said = settings_without_effect(config({"verl": {"class": "tools", "config": {"tools": [beside]}}}))
+    assert said == [f"{beside['class_name']}: beside mcp its config has no effect; timeout and others stand in mcp"]
 
 
 def test_tool_processes_load_them_and_keep_variables_from_cell_to_cell() -> None:

@@ -5,15 +5,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.agent.episodes import opened, png, prompt
-from vrl.agent.environments.deepeyes import (
-    DeepEyesKind,
-    ToolBase,
-    read_observation,
-    register_tool,
-    registered_tools,
-)
+from tests.agent.episodes import opened, png, prompt, texts
+from vrl.agent.environments.deepeyes import DeepEyesKind, ToolBase, read_observation
+from vrl.agent.environments.observations import CUT_MARK, TextLimit
 from vrl.agent.environments.registry import Environments, EnvironmentSettings
+from vrl.agent.environments.tool_calls import TurnLimits
 from vrl.agent.tools.types import ToolFailure
 from vrl.protocol.errors import ConfigError
 
@@ -48,10 +44,8 @@ class VisualToolbox(ToolBase):
 
 
 def test_an_episode() -> None:
-    register_tool(VisualToolbox)
-    assert registered_tools()["visual_toolbox_test"] is VisualToolbox
-    environments = Environments(EnvironmentSettings())
-    row = prompt(png(100, 80), env_name="visual_toolbox_test", difficulty=3)
+    environments = Environments(EnvironmentSettings(environments={"toolbox": f"{__file__}:VisualToolbox"}))
+    row = prompt(png(100, 80), env_name="toolbox", difficulty=3)
     environment = environments.start(row)
     result = environment.step("<tool_call>...</tool_call>")
     assert (result.reward, result.done, dict(result.info)) == (0.5, False, {"status": "success"})
@@ -68,23 +62,13 @@ def test_an_episode() -> None:
     environments.close()
 
 
-def test_names_are_taken_once() -> None:
-    class Other(ToolBase):
-        name = "visual_toolbox_test"
-
-    register_tool(VisualToolbox)
-    with pytest.raises(ValueError, match="already a tool 'visual_toolbox_test'"):
-        register_tool(Other)
-    with pytest.raises(ValueError, match="no name"):
-        register_tool(type("Nameless", (ToolBase,), {}))
-
-
 def test_a_class_that_cannot_be_made_is_a_bad_setting() -> None:
     with pytest.raises(ConfigError, match=r"my_env: VisualToolbox.*sise"):
         DeepEyesKind(
             type("V", (VisualToolbox,), {"__init__": lambda self, size: None, "__name__": "VisualToolbox"}),
             {"sise": 1},
             "my_env: VisualToolbox",
+            TextLimit(),
         )
 
 
@@ -103,30 +87,65 @@ def test_a_class_that_cannot_be_made_is_a_bad_setting() -> None:
     ],
 )
 def test_forms_of_observations(observation: Any, messages: Any) -> None:
-    read = read_observation(observation)
+    read = read_observation(observation, TextLimit())
     assert (read and [(m["role"], m["content"]) for m in read.messages]) == messages
 
 
 def test_marks_and_images_agree() -> None:
     image = Image.new("RGB", (30, 30))
     with_images = {"multi_modal_data": {"image": [image, image]}}
-    read = read_observation({"prompt": "two", **with_images})
+    read = read_observation({"prompt": "two", **with_images}, TextLimit())
     assert read is not None
     assert read.messages[0]["content"] == "<image><image>two"
     parts = [{"type": "image"}, {"type": "text", "text": "an <image> in words"}, {"type": "image"}]
-    read = read_observation({"chat": [{"role": "user", "content": parts}], **with_images})
+    read = read_observation({"chat": [{"role": "user", "content": parts}], **with_images}, TextLimit())
     assert read is not None
     assert read.messages[0]["content"].count("<image>") == 2
-    assert read_observation(with_images) is not None
+    assert read_observation(with_images, TextLimit()) is not None
     with pytest.raises(ValueError, match="3 marks <image> for 2 images"):
-        read_observation({"prompt": "<image><image><image>", **with_images})
+        read_observation({"prompt": "<image><image><image>", **with_images}, TextLimit())
 
 
 def test_an_image_that_cannot_be_read_becomes_a_text() -> None:
     broken = [b"\x89PNG\r\n\x1a\nxxxx", Image.new("RGB", (0, 3)), Image.new("RGB", (9, 9))]
-    seen = read_observation({"prompt": "a<image>b<image>c<image>", "multi_modal_data": {"image": broken}})
+    seen = read_observation({"prompt": "a<image>b<image>c<image>", "multi_modal_data": {"image": broken}}, TextLimit())
     assert seen is not None
     assert len(seen.images) == 1
     parts = seen.messages[0]["content"]
     assert [part["type"] for part in parts] == ["text", "text", "text", "text", "text", "image"]
     assert all("[image left out" in parts[number]["text"] for number in (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("side", "cut"),
+    [
+        ("left", f"{CUT_MARK}<image><image>ij<image>klmn"),
+        ("right", f"abcd<image>ef{CUT_MARK}<image><image>"),
+        ("middle", f"abc{CUT_MARK}<image><image><image>lmn"),
+    ],
+)
+def test_long_texts_are_cut_and_images_stay(side: Any, cut: str) -> None:
+    images = {"multi_modal_data": {"image": [Image.new("RGB", (9, 9))] * 3}}
+    observation = {"prompt": "abcd<image>efgh<image>ij<image>klmn", **images}
+    read = read_observation(observation, TextLimit(max_characters=6, side=side))
+    assert read is not None
+    assert read.messages[0]["content"] == cut
+    whole = read_observation(observation, TextLimit(max_characters=14, side=side))
+    assert whole is not None
+    assert whole.messages[0]["content"] == observation["prompt"]
+
+
+def test_the_limit_of_a_run_holds() -> None:
+    limits = TurnLimits(text=TextLimit(max_characters=4, side="right"))
+    entries = {"loud": {"class": f"{__file__}:Loud"}}
+    environment = Environments(EnvironmentSettings(environments=entries, limits=limits)).start(prompt(env_name="loud"))
+    assert texts(environment.step("hey")) == [f"hey {CUT_MARK}"]
+
+
+class Loud(ToolBase):
+    """Says a lot."""
+
+    name = "loud"
+
+    def execute(self, action_string: str, **kwargs: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        return f"{action_string} " * 9, 0.0, False, {}

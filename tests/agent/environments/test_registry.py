@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.agent.episodes import call, prompt, texts
+from tests.agent.in_process_runner import InProcessRunner
 from vrl.agent.environments.observations import TextLimit
 from vrl.agent.environments.plain import PlainKind
 from vrl.agent.environments.registry import Environments, EnvironmentSettings, known_environments, settings_of
@@ -131,7 +132,7 @@ tools:
         parameters: {{type: object, properties: {{text: {{type: string}}}}, required: [text]}}
   - class_name: calculator
   - class_name: verl.tools.image_zoom_in_tool.ImageZoomInTool
-    config: {{num_workers: 2, min_sides: 28}}
+    config: {{num_workers: 2, timeout: 30, type: native, rate_limit: 5, min_sides: 28}}
     tool_schema: {{function: {{name: look_closer, parameters: {{type: object}}}}}}
 """
     )
@@ -144,6 +145,33 @@ tools:
     environment = made.start(prompt(env_name="tools"))
     assert texts(environment.step(call("upper", text="hey"))) == ["HEY!"]
     assert texts(environment.step(call("calculator", expression="6 * 7"))) == ["42"]
+    made.close()
+
+
+def tool(class_name: str, **config: Any) -> dict[str, Any]:
+    return {"class_name": class_name, "config": config}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        tool(
+            "verl.tools.search_tool.SearchTool",
+            **{"retrieval_service_url": "http://127.0.0.1:8000/retrieve", "num_workers": 120, "rate_limit": 120},
+            **{"timeout": 30, "type": "native"},
+        ),
+        tool(
+            "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
+            **{"sandbox_fusion_url": "https://x/run_code", "num_workers": 10, "enable_global_rate_limit": True},
+            **{"rate_limit": 10, "default_timeout": 30, "default_language": "python", "memory_limit_mb": 1024},
+            type="native",
+        ),
+    ],
+)
+def test_entries_of_verls_load(entry: Any) -> None:
+    entries = {"mine": {"class": "tools", "config": {"tools": [entry]}}}
+    made = Environments(EnvironmentSettings(environments=entries), InProcessRunner())
+    assert len(made.kind("mine").schemas) == 1
     made.close()
 
 
@@ -170,6 +198,14 @@ tools:
             r"config.tools\[0\]: there is no tool 'zoom'; built in are",
         ),
         ({"class": "tools", "config": {"tools": ["calculator", "calculator"]}}, "two tools calculator"),
+        ({"class": "tools", "config": {"tools": [tool("calculator", digits=3)]}}, "has no setting digits; it has none"),
+        ({"class": "tools", "config": {"tools": [tool("python", timout=3)]}}, "the tool python has no setting timout"),
+        (
+            {"class": "tools", "config": {"tools": [tool("search", top_k=3)]}},
+            "no setting top_k; it has corpus_path, topk",
+        ),
+        ({"class": "tools", "config": {"tools": [tool("retriever", url="x")]}}, "no setting url; it has retrieval_ser"),
+        ({"class": "tools", "config": {"tools": [{"class": "python"}]}}, r"tools\[0\]: a tool has no setting class"),
         ({"class": "tools", "config": {"tools": [{"class_name": "FILE:Upper"}]}}, "KeyError: 'mark'"),
         ({"class": "tools", "config": {"tools": [{"class_name": "FILE:Nothing"}]}}, r"Nothing\(config, tool_schema\)"),
         ({"class": "tools", "config": {"tool_config_path": "missing.yaml"}}, "No such file"),

@@ -138,10 +138,68 @@ def test_what_a_model_does_wrong_it_is_told(kind: ToolKind, text: str, told: str
 
 def test_calls_beyond_the_limit_do_not_run(kind: ToolKind) -> None:
     environment = kind.start(prompt())
-    told = texts(environment.step(call("nothing") + "".join(call("count", by=1) for _ in range(4))))
+    result = environment.step(call("nothing") + call("count", by=1) * 4)
+    told = texts(result)
     assert told[1:3] == ["1", "2"]
-    assert told[3:] == ["Error: not run: at most 2 calls run in a turn"] * 2
+    assert told[3:] == ["Error: 2 further calls were not run: at most 2 run in a turn"]
+    assert result.observation is not None
+    assert result.observation.messages[3]["name"] == "count", "some chat templates want a name"
+    assert (result.info["tool_calls"], result.info["tool_errors"], result.info["malformed_calls"]) == (3, 2, 0)
     environment.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "note", "counts"),
+    [
+        (call("count", by=1) * 40, 2, "more than 30 further calls were not run: at most 2", (2, 1, 0)),
+        (call("count") * 3, 2, "1 further call was not run: at most 2", (2, 3, 0)),
+        ("<tool_call>{</tool_call>" * 40 + call("count", by=1), 2, "more than 30 further calls were", (0, 1, 32)),
+    ],
+)
+def test_many_calls_or_mistakes_get_one_note(
+    kind: ToolKind, text: str, told: int, note: str, counts: tuple[int, int, int]
+) -> None:
+    environment = kind.start(prompt())
+    result = environment.step(text)
+    assert len(texts(result)) == told + 1
+    assert note in texts(result)[-1]
+    assert (result.info["tool_calls"], result.info["tool_errors"], result.info["malformed_calls"]) == counts
+    environment.close()
+
+
+def test_more_calls_than_are_read() -> None:
+    kind = ToolKind([StatelessTool(NUMBER, lambda _, arguments: ToolAnswer())], TurnLimits(max_parallel_calls=99))
+    result = kind.start(prompt()).step(call("count", by=1) * 40)
+    assert "More than 32 tool calls in one turn" in texts(result)[32]
+    assert (result.info["tool_calls"], result.info["tool_errors"], len(texts(result))) == (32, 1, 33)
+
+
+@pytest.mark.parametrize(
+    ("text", "malformed"),
+    [
+        (call("count", by=1) + '<tool_call>{"name": "cou', (1, 0)),
+        ("<tool_call>", (1, 0)),
+        ("<tool_call>{'name'</tool_call>", (1, 1)),
+        ("<tool_call>{'name'" + call("count", by=1), (1, 1)),
+    ],
+)
+def test_a_call_that_is_cut_off_is_told_and_no_mistake(kind: ToolKind, text: str, malformed: tuple[int, int]) -> None:
+    environment = kind.start(prompt())
+    for cut in (False, True):
+        result = environment.step(text, cut=cut)
+        assert any(said.startswith("Error: ") for said in texts(result))
+        assert result.info["malformed_calls"] == malformed[cut]
+    environment.close()
+
+
+def test_counts_and_seconds_of_several_calls_are_summed() -> None:
+    infos = iter([{"found": 2, "code_seconds": 0.5, "score": 0.25, "who": "a"}, {"found": 3, "code_seconds": 0.25,
+                  "score": 0.75, "who": "b"}])  # fmt: skip
+    tool = StatelessTool(NUMBER, lambda _, arguments: ToolAnswer(info=next(infos)))
+    info = ToolKind([tool], TurnLimits(max_parallel_calls=2)).start(prompt()).step(call("count", by=1) * 2).info
+    assert {key: info[key] for key in ("found", "code_seconds", "score", "who")} == {
+        "found": 5, "code_seconds": 0.75, "score": 0.75, "who": "b"
+    }  # fmt: skip
 
 
 def test_a_failing_service_fails_the_episode(kind: ToolKind) -> None:
@@ -230,6 +288,15 @@ SCHEMA = {"type": "function", "function": NUMBER["function"]}
 def test_schemas_are_checked_when_a_tool_is_made(counter: Counter, schema: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UserTool(counter, schema, "tools[0]")
+
+
+def test_a_method_that_takes_no_call_is_noticed_when_a_tool_is_made() -> None:
+    class Alone(BaseTool):
+        def execute(self, parameters: Mapping[str, Any]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return ""
+
+    with pytest.raises(ConfigError, match=r"tools\[0\]: Alone.execute takes no \(instance_id, parameters\): too many"):
+        UserTool(Alone({}, NUMBER), NUMBER, "tools[0]")
 
 
 def test_arguments_as_deep_and_odd_as_a_parser_lets_through(kind: ToolKind) -> None:

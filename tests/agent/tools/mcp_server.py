@@ -43,6 +43,7 @@ def fail() -> str:
 @server.tool()
 def sleep(seconds: float) -> str:
     """Take some time."""
+    counts["calls"] += 1
     time.sleep(seconds)
     return "awake"
 

@@ -145,6 +145,7 @@ def test_a_published_script_is_understood():
     assert [key for key in keys if key not in key_types() and not in_open(key)] == []
     assert len(done.overrides) + sum("has no effect" in note for note in done.notes) == len(SCRIPT)
     assert f"++{R}.multi_turn.max_tool_response_length=8192" in done.overrides
+    assert sum(note.endswith("it counts characters and not tokens") for note in done.notes) == 1
     assert "++ray_kwargs.ray_init.num_cpus=16" in done.overrides
     assert "++trainer.resume_from_path=null" in done.overrides
     assert "++reward_model.overlong_buffer.len=4096" in done.overrides

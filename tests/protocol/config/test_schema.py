@@ -131,3 +131,11 @@ def test_evaluation_is_greedy_unless_it_samples():
 
     assert temperature(temperature=0.7) == 0.0
     assert temperature(temperature=0.7, do_sample=True) == 0.7
+
+
+def test_every_episode_has_a_time_limit_and_a_plain_row_has_longer():
+    for given, expected in ((None, (600.0, 7200.0)), (90.0, (90.0, 90.0))):
+        agent = build(
+            {"actor_rollout_ref": {"rollout": {"agent": {"episode_timeout": given}}}}
+        ).actor_rollout_ref.rollout.agent
+        assert (agent.max_seconds(acts=True), agent.max_seconds(acts=False)) == expected

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 from vrl.agent.environments.observations import ObservationBuilder
-from vrl.agent.environments.tool_calls import TurnLimits
+from vrl.agent.environments.tool_calls import TurnLimits, not_run
 from vrl.agent.environments.types import StepResult
 from vrl.agent.parsers.answer import last_answer
 from vrl.agent.parsers.code import parse_code_tags, parse_fenced_code
-from vrl.agent.parsers.types import CodeCell, ParsedTurn, ParseError
+from vrl.agent.parsers.types import Action, CodeCell, ParsedTurn, ParseError
 from vrl.agent.sandbox.types import CodeRunner
 from vrl.agent.tools.interpreter import InterpreterSession
 from vrl.agent.tools.types import failed
@@ -48,31 +48,39 @@ class CodeEnvironment:
         self._kind = kind
         self._session = InterpreterSession(kind.runner, prompt)
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, cut: bool = False) -> StepResult:
         """Run the cells of a turn one after the other, up to `max_parallel_calls` of them.
 
-        `info` counts `tool_calls` (cells), `tool_errors` (cells that failed) and `malformed_calls`.
+        `info` counts `tool_calls` (cells), `tool_errors` (cells that failed, and one for all above the limit) and
+        `malformed_calls` (a last one that was `cut` off is none).
         """
         turn = self._kind.parse(text)
         if not turn.actions or last_answer(turn.content) is not None:
             return StepResult()
         observation = ObservationBuilder(self._kind.role, self._kind.limits.text, self._kind.limits.images)
         most, seconds = self._kind.limits.max_parallel_calls, 0.0
-        cells = errors = malformed = 0
+        cells = errors = faults = 0
+        left: list[Action] = []
         for action in turn.actions:
             if isinstance(action, CodeCell) and cells < most:
                 answer = self._session.run(action.code)
                 cells += 1
                 errors += answer.failed
                 seconds += float(answer.info["code_seconds"])
-            elif isinstance(action, CodeCell):
-                answer = failed(f"not run: at most {most} code blocks run in a turn")
-                errors += 1
+                observation.add(answer)
+            elif isinstance(action, ParseError) and not action.is_surplus and faults < most:
+                faults += 1
+                observation.add(failed(action.message))
             else:
-                answer = failed(action.message if isinstance(action, ParseError) else "this is no code")
-                malformed += 1
-            observation.add(answer)
-        counts = {"tool_calls": cells, "tool_errors": errors, "malformed_calls": malformed, "code_seconds": seconds}
+                left.append(action)
+        if left:
+            observation.add(not_run(left, most, "code block"))
+        counts = {
+            "tool_calls": cells,
+            "tool_errors": errors + bool(left),
+            "malformed_calls": turn.count_malformed(cut),
+            "code_seconds": seconds,
+        }
         return StepResult(observation=observation.build(), info=counts)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from vrl.agent.environments.wire import EnvironmentSpec, KindSpec
 from vrl.agent.sandbox.runner import make_runner
 from vrl.agent.sandbox.types import CodeRunner, CodeSession
 from vrl.agent.tools.configured import read_tool_file
+from vrl.agent.tools.registry import ALIASES, without_effect
 from vrl.protocol.config.sandbox import SandboxConfig
 from vrl.protocol.config.schema import Config
 from vrl.protocol.trajectory import Prompt
@@ -57,16 +58,42 @@ def running_code(config: Config) -> set[str]:
     return {name for name, entry in settings.environments.items() if _runs_code(entry, settings)}
 
 
+def settings_without_effect(config: Config) -> list[str]:
+    """Return a message for each tool of verl's whose entry sets what has no effect here, with the way out."""
+    settings, sandbox = settings_of(config), config.actor_rollout_ref.rollout.multi_turn.sandbox
+    messages: list[str] = []
+    for entry in settings.environments.values():
+        for tool in _tools(entry, settings):
+            name, given = str(tool.get("class_name")), tool.get("config") or {}
+            if "mcp" in tool and given:
+                messages.append(f"{name}: beside mcp its config has no effect; timeout and others stand in mcp")
+            ignored = without_effect(name, given)
+            if ignored:
+                messages.append(f"{name} is the built-in tool {ALIASES[name]}; no effect have {', '.join(ignored)}")
+            if given.get("sandbox_fusion_url") and "sandbox_fusion_url" in ignored and sandbox.kind != "remote":
+                messages.append(
+                    f"{name}: its code runs with actor_rollout_ref.rollout.multi_turn.sandbox.kind={sandbox.kind}, not "
+                    f"on {given['sandbox_fusion_url']}; set sandbox.kind=remote and sandbox.url for that"
+                )
+    return list(dict.fromkeys(messages))
+
+
 def _runs_code(entry: Any, settings: EnvironmentSettings) -> bool:
     kind = entry.get("class") if isinstance(entry, Mapping) else entry
-    if kind != "tools":
-        return kind == "code_interpreter"
+    names = [str(tool.get("class_name")) for tool in _tools(entry, settings)]
+    return kind == "code_interpreter" or any(ALIASES.get(name, name) == "python" for name in names)
+
+
+def _tools(entry: Any, settings: EnvironmentSettings) -> list[Mapping[str, Any]]:
+    """Return the entries of the tools of an environment `tools`; of another one none."""
+    if (entry.get("class") if isinstance(entry, Mapping) else entry) != "tools":
+        return []
     given = (entry.get("config") or {}) if isinstance(entry, Mapping) else {}
     tools: Sequence[Any] = given.get("tools") or ()
     file = given.get("tool_config_path", settings.tool_config_path)
     if not tools and file is not None:
         tools = read_tool_file(file)
-    return any((tool.get("class_name") if isinstance(tool, Mapping) else tool) == "python" for tool in tools)
+    return [tool if isinstance(tool, Mapping) else {"class_name": tool} for tool in tools]
 
 
 def make_kind(name: str, settings: EnvironmentSettings, sandbox: SandboxConfig) -> EnvironmentKind:

@@ -1,6 +1,6 @@
 """Environments with DeepEyes' interface, `ToolBase`: `reset` once, then `execute` on the text of every turn.
 
-A class needs a `name`, `reset(raw_prompt, multi_modal_data, origin_multi_modal_data)` and
+A class needs `reset(raw_prompt, multi_modal_data, origin_multi_modal_data)` and
 `execute(action_string) -> (observation, reward, done, info)`; inheriting from `ToolBase` here is one way. What it
 raises fails its episode, which is tried again or dropped.
 """
@@ -8,9 +8,9 @@ raises fails its episode, which is tried again or dropped.
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, Final, Protocol, final, runtime_checkable
 
-from vrl.agent.environments.observations import count_marks, plain_text
+from vrl.agent.environments.observations import TextLimit, count_marks, plain_text
 from vrl.agent.environments.types import Observation, StepResult
 from vrl.agent.plugins import construct
 from vrl.agent.tools.pictures import PictureError, encoded, open_picture
@@ -24,12 +24,9 @@ _CHATML: Final = re.compile(r"<\|im_start\|>(\w+)\n?")
 _TURN_END: Final = "<|im_end|>"
 _CONSTRUCTOR_WORDS: Final = ("_name", "_desc", "_params")  # DeepEyes' constructors take them and get None
 
-_registered: dict[str, type[Any]] = {}
-_C = TypeVar("_C", bound=type[Any])
-
 
 class ToolBase:
-    """Parent for users' environments, as in DeepEyes. Rows choose one by `env_name`, its `name`."""
+    """Parent for users' environments, as in DeepEyes. The settings name its file and the `env_name` of its rows."""
 
     name: str = ""
 
@@ -42,20 +39,6 @@ class ToolBase:
     def execute(self, action_string: str, **kwargs: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
         """Act on the text of a turn; return observation, reward of the turn, whether this is the end, and info."""
         raise NotImplementedError
-
-
-def register_tool(kind: _C) -> _C:
-    """Make a class known under its `name`. Raises ValueError when the name is missing or taken."""
-    name = str(vars(kind).get("name", ""))
-    if not name or _registered.get(name, kind) is not kind:
-        raise ValueError(f"{kind.__name__}: {f'there is already a tool {name!r}' if name else 'it has no name'}")
-    _registered[name] = kind
-    return kind
-
-
-def registered_tools() -> Mapping[str, type[Any]]:
-    """Return the registered classes by name."""
-    return dict(_registered)
 
 
 @runtime_checkable
@@ -77,8 +60,9 @@ class DeepEyesKind:
 
     schemas: Sequence[Mapping[str, Any]] = ()  # the row's own prompt describes the tools
 
-    def __init__(self, kind: type[Any], config: Mapping[str, Any], key: str) -> None:
-        """Check that the class can be made. Raises ConfigError that begins with `key`."""
+    def __init__(self, kind: type[Any], config: Mapping[str, Any], key: str, limit: TextLimit) -> None:
+        """Check that the class can be made. Raises ConfigError that begins with `key`. `limit` is of a message."""
+        self._limit = limit
         parameters = inspect.signature(kind).parameters
         words = {word: None for word in _CONSTRUCTOR_WORDS if word in parameters}
         self._make: Callable[[], Any] = lambda: construct(kind, key, **{**words, **config})
@@ -94,7 +78,7 @@ class DeepEyesKind:
             origin_multi_modal_data={"image": [open_picture(image) for image in prompt.images]},
             **prompt.tools_kwargs,
         )
-        return DeepEyesEnvironment(tool)
+        return DeepEyesEnvironment(tool, self._limit)
 
     def close(self) -> None:
         """Hold nothing."""
@@ -104,8 +88,9 @@ class DeepEyesKind:
 class DeepEyesEnvironment:
     """One episode of such an object."""
 
-    def __init__(self, tool: Any) -> None:
+    def __init__(self, tool: Any, limit: TextLimit) -> None:
         self._tool = tool
+        self._limit = limit
 
     def step(self, text: str) -> StepResult:
         """Return what `execute` says. Raises ToolFailure when that has another form than DeepEyes'."""
@@ -113,7 +98,7 @@ class DeepEyesEnvironment:
         try:
             observation, reward, done, info = returned
             return StepResult(
-                observation=read_observation(observation),
+                observation=read_observation(observation, self._limit),
                 reward=finite(reward),
                 done=bool(done),
                 info=dict(info or {}),
@@ -127,13 +112,13 @@ class DeepEyesEnvironment:
         """Let the object go."""
 
 
-def read_observation(observation: Any) -> Observation | None:
+def read_observation(observation: Any, limit: TextLimit) -> Observation | None:
     """Return an observation of DeepEyes as messages with images; None for an empty one.
 
     A text may bring the chat template's own marks (`<|im_end|>\\n<|im_start|>user\\n...`): they are read as messages.
     A mapping has `prompt` (text) or `chat` (messages), and `multi_modal_data` with `image`. Images without a mark
-    stand before the text of the first message, as in DeepEyes; one that cannot be read becomes a text. Raises
-    ValueError when there are more marks than images.
+    stand before the text of the first message, as in DeepEyes; one that cannot be read becomes a text. The text of a
+    message is cut to `limit`. Raises ValueError when there are more marks than images.
     """
     images: list[bytes] = []
     faults: dict[int, str] = {}
@@ -153,6 +138,7 @@ def read_observation(observation: Any) -> Observation | None:
     if not messages:
         return None
     marked = _with_marks(messages, len(images) + len(faults))
+    marked = [{**message, "content": limit.cut_around_images(message["content"])} for message in marked]
     if faults:
         marked = replaced_images(placed_images(marked, len(images) + len(faults)), faults)
     return Observation(messages=tuple(marked), images=tuple(images))

@@ -25,12 +25,34 @@ class TextLimit:
         """Return the text, or what is left of it with a mark where something is missing."""
         if len(text) <= self.max_characters:
             return text
-        head, tail = {
+        head, tail = self._kept
+        return f"{text[:head]}{CUT_MARK}{text[len(text) - tail :]}"
+
+    def cut_around_images(self, text: str) -> str:
+        """Return the same for a text with marks of images: these stay, each between what is left of its sides."""
+        pieces = text.split(IMAGE_MARK)
+        length = sum(map(len, pieces))
+        if length <= self.max_characters:
+            return text
+        head, tail = self._kept
+        kept: list[str] = []
+        start, missing = 0, CUT_MARK
+        for piece in pieces:
+            left, right = piece[: max(head - start, 0)], piece[max(length - tail - start, 0) :]
+            start += len(piece)
+            if len(left) < len(piece) and start > head:  # the gap begins here; the mark of it stands once
+                left, missing = left + missing, ""
+            kept.append(left + right)
+        return IMAGE_MARK.join(kept)
+
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """Characters that are kept at the beginning and at the end of a text that is cut."""
+        return {
             "left": (0, self.max_characters),
             "right": (self.max_characters, 0),
             "middle": (self.max_characters - self.max_characters // 2, self.max_characters // 2),
         }[self.side]
-        return f"{text[:head]}{CUT_MARK}{text[len(text) - tail :]}"
 
 
 def plain_text(text: str) -> str:

@@ -198,9 +198,9 @@ class EnvironmentPool:
         """Return the processes with such a limit that take new episodes."""
         return [process for process in self._processes if not process.retired and process.most_calls == most_calls]
 
-    def step(self, episode: int, text: str) -> PendingStep:
-        """Act on a model turn in the environment of the episode; an earlier call of it must be done."""
-        return self._ask(Step(episode, text))
+    def step(self, episode: int, text: str, cut: bool = False) -> PendingStep:
+        """Act on a model turn, which a limit may have `cut`; an earlier call of the episode must be done."""
+        return self._ask(Step(episode, text, cut))
 
     def finish(self, episode: int) -> PendingStep:
         """Ask the environment for the reward of the whole episode, which the result holds; then close the episode."""

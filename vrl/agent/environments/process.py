@@ -8,6 +8,7 @@ user's file does).
 
 import contextlib
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -100,6 +101,7 @@ class _Lane:
         self.calls: deque[Request] = deque()
         self.busy = False
         self.environment: Environment | None = None
+        self.takes_cut = False  # whether its `step` wants to know that a limit ended the turn
         self.failure: str | None = None
 
 
@@ -154,6 +156,7 @@ class EpisodeHost:
     def _start(self, lane: _Lane, request: Start) -> None:
         try:
             lane.environment = self._kinds[request.prompt.env_name or ""].start(request.prompt)
+            lane.takes_cut = "cut" in inspect.signature(lane.environment.step).parameters
         except BaseException:  # noqa: BLE001 - the process boundary: environments may raise anything
             lane.failure = f"start raised: {traceback.format_exc()[-_MAX_FAILURE_CHARACTERS:]}"
 
@@ -164,7 +167,8 @@ class EpisodeHost:
             if lane.environment is None:
                 return encode_answer(episode, StepOutcome(failure=lane.failure or "start raised: nothing is known"))
             if isinstance(request, Step):
-                result = lane.environment.step(request.text)
+                act: Callable[..., StepResult] = lane.environment.step
+                result = act(request.text, cut=request.cut) if lane.takes_cut else act(request.text)
             else:
                 result = StepResult(reward=_final_reward(lane.environment))
             return encode_answer(episode, StepOutcome(result=result, run_seconds=time.perf_counter() - begin))

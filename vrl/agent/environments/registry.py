@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from vrl.agent.environments.code import CODE_PARSERS, CodeKind
-from vrl.agent.environments.deepeyes import DeepEyesKind, DeepEyesTool, registered_tools
+from vrl.agent.environments.deepeyes import DeepEyesKind, DeepEyesTool
 from vrl.agent.environments.observations import TextLimit
 from vrl.agent.environments.plain import PlainKind
 from vrl.agent.environments.tool_calls import ToolKind, TurnLimits
@@ -189,7 +189,7 @@ class _SimpleKind:
 
 def known_environments(settings: EnvironmentSettings) -> list[str]:
     """Return the names that rows may use. Loads no class: a driver checks its data against them."""
-    return sorted({*BUILT_IN, *settings.environments, *registered_tools()})
+    return sorted({*BUILT_IN, *settings.environments})
 
 
 def settings_of(config: Config) -> EnvironmentSettings:
@@ -249,8 +249,6 @@ class Environments:
         entry = self._settings.environments.get(name)
         if entry is None and name in BUILT_IN:
             return BUILT_IN[name](_Built({}, self._settings, self._resources, name))
-        if entry is None and name in registered_tools():
-            return DeepEyesKind(registered_tools()[name], {}, name)
         if entry is None:
             known = ", ".join(known_environments(self._settings))
             raise DataError(
@@ -278,7 +276,7 @@ class Environments:
         if issubclass(kind, _Steps):
             return _SimpleKind(kind, config, key)
         if issubclass(kind, DeepEyesTool):
-            return DeepEyesKind(kind, config, key)
+            return DeepEyesKind(kind, config, key, self._settings.limits.text)
         raise ConfigError(
             f"{key}.class={name!r} is no environment: it needs start(prompt), or step(text), or reset and execute"
         )

@@ -1,9 +1,9 @@
 """An environment of function tools: the model calls tools by name until it answers (`tools`, `image_tools`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 from vrl.agent.environments.observations import ObservationBuilder, TextLimit
@@ -23,9 +23,29 @@ _MAX_NAME_CHARACTERS: Final = 60
 class TurnLimits:
     """What bounds one turn of tool calls."""
 
-    max_parallel_calls: int = 1  # calls that run; the others are told so
+    max_parallel_calls: int = 1  # calls that run, and mistakes told one by one; a note stands for all others
     text: TextLimit = field(default_factory=TextLimit)
     images: ImageLimits = field(default_factory=ImageLimits)
+
+
+def not_run(left: Sequence[Action], most: int, unit: str) -> ToolAnswer:
+    """Return the one answer to all actions above the limit of a turn. There must be one."""
+    unread = [action.message for action in left if isinstance(action, ParseError) and action.is_surplus]
+    count = len(left) - len(unread)
+    if not count:
+        return failed(unread[0])
+    several = count > 1 or bool(unread)
+    number = f"{'more than ' if unread else ''}{count} further {unit}{'s were' if several else ' was'}"
+    return failed(f"{number} not run: at most {most} run in a turn")
+
+
+def merged(infos: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several answers of a turn reported: counts and seconds summed, of anything else the last."""
+    out: dict[str, Any] = {}
+    for key, value in (item for info in infos for item in info.items()):
+        adds = isinstance(value, int) or (isinstance(value, float) and key.endswith("seconds"))
+        out[key] = out[key] + value if adds and isinstance(out.get(key), int | float) else value
+    return out
 
 
 @final
@@ -67,29 +87,32 @@ class ToolEnvironment:
 
     def __init__(self, kind: ToolKind, prompt: Prompt) -> None:
         self._kind = kind
-        self._prompt = prompt
+        self._prompt = replace(prompt)  # an object of this episode alone: tools that belong together know it by that
         self._sessions: dict[str, ToolSession] = {}
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, cut: bool = False) -> StepResult:
         """Carry out the calls of a turn; without one, or with an answer, end the episode.
 
-        `info` counts `tool_calls` (made), `tool_errors` (of them or for an unknown tool or bad arguments) and
-        `malformed_calls` (that could not be read); where tools raised, also `tool_exceptions` and their
-        `tool_tracebacks`.
+        `info` counts `tool_calls` (made), `tool_errors` (of them, for an unknown tool or bad arguments, and one for all
+        calls above the limit) and `malformed_calls` (that could not be read; a last one that was `cut` off is none);
+        where tools raised, also `tool_exceptions` and their `tool_tracebacks`.
         """
         turn = parse_tool_calls(text)
         if not turn.actions or last_answer(turn.content) is not None:
             return StepResult(reward=self.finish())
-        names, answers = self._answers(turn.actions)
-        observation = ObservationBuilder(self._kind.role, self._kind.limits.text, self._kind.limits.images)
-        for name, answer in zip(names, answers, strict=True):
-            observation.add(answer, **({"name": name} if name and self._kind.role == "tool" else {}))
-        malformed = sum(isinstance(action, ParseError) for action in turn.actions)
-        info: dict[str, Any] = {key: value for answer in answers for key, value in answer.info.items()}
-        info |= {
-            "tool_calls": len(answers) - malformed,
-            "tool_errors": sum(answer.failed for answer in answers) - malformed,
-            "malformed_calls": malformed,
+        told, left = self._answers(turn.actions)
+        answers = [answer for _, answer in told]
+        calls = [answer for action, answer in told if isinstance(action, ToolCall)]
+        limits = self._kind.limits
+        observation = ObservationBuilder(self._kind.role, limits.text, limits.images)
+        for action, answer in told:
+            observation.add(answer, **self._fields(action))
+        if left:
+            observation.add(not_run(left, limits.max_parallel_calls, "call"), **self._fields(left[0]))
+        info = merged(answer.info for answer in answers) | {
+            "tool_calls": len(calls),
+            "tool_errors": sum(answer.failed for answer in calls) + bool(left),
+            "malformed_calls": turn.count_malformed(cut),
         }
         tracebacks = [answer.traceback for answer in answers if answer.traceback is not None]
         if tracebacks:
@@ -110,33 +133,39 @@ class ToolEnvironment:
                 stack.callback(session.close)
             self._sessions = {}
 
-    def _answers(self, actions: Sequence[Action]) -> tuple[list[str | None], list[ToolAnswer]]:
-        """Return the tools' names and answers in the order of the actions. Calls begin in that order too."""
-        allowed = self._kind.limits.max_parallel_calls
-        begun: list[Answering] = []
+    def _answers(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, ToolAnswer]], list[Action]]:
+        """Return actions with their answers, in the model's order, in which calls begin too; and those left out."""
+        begun: list[tuple[Action, Answering]] = []
+        left: list[Action] = []
+        runs = faults = self._kind.limits.max_parallel_calls
         for action in actions:
-            refusal = self._refusal(action, allowed)
-            if refusal is None and isinstance(action, ToolCall):
-                allowed -= 1
-                begun.append(self._session(action.name).call(action.arguments))
+            fault = self._fault(action)
+            if fault is None and isinstance(action, ToolCall) and runs:
+                runs -= 1
+                begun.append((action, self._session(action.name).call(action.arguments)))
+            elif fault is not None and faults:
+                faults -= 1
+                begun.append((action, fault))
             else:
-                begun.append(refusal or failed("this is no tool call"))
-        wait(item for item in begun if isinstance(item, Future))
-        answers = [item.result() if isinstance(item, Future) else item for item in begun]
-        return [action.name if isinstance(action, ToolCall) else None for action in actions], answers
+                left.append(action)
+        wait(item for _, item in begun if isinstance(item, Future))
+        return [(action, item.result() if isinstance(item, Future) else item) for action, item in begun], left
 
-    def _refusal(self, action: Action, allowed: int) -> ToolAnswer | None:
+    def _fault(self, action: Action) -> ToolAnswer | None:
+        """Return what is wrong with an action; None for a call that may run, and for what was not read."""
         if isinstance(action, ParseError):
-            return failed(action.message)
+            return None if action.is_surplus else failed(action.message)
         if not isinstance(action, ToolCall):
-            return None
+            return failed("this is no tool call")
         if action.name not in self._kind.tools:
             known = ", ".join(self._kind.tools)
             return failed(f"there is no tool {action.name[:_MAX_NAME_CHARACTERS]!r}; the tools are: {known}")
-        if allowed < 1:
-            return failed(f"not run: at most {self._kind.limits.max_parallel_calls} calls run in a turn")
         problem = self._kind.checkers[action.name].problem(action.arguments)
         return None if problem is None else failed(problem)
+
+    def _fields(self, action: Action) -> dict[str, Any]:
+        """Return what stands beside the answer's text: some chat templates want the tool's name."""
+        return {"name": action.name} if isinstance(action, ToolCall) and self._kind.role == "tool" else {}
 
     def _session(self, name: str) -> ToolSession:
         if name not in self._sessions:

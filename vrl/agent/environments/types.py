@@ -39,7 +39,10 @@ class Environment(Protocol):
     """
 
     def step(self, text: str) -> StepResult:
-        """Act on the text of a model turn, special tokens left out."""
+        """Act on the text of a model turn, special tokens left out.
+
+        A further parameter `cut: bool` is optional: whether the limit of a turn's tokens ended it.
+        """
         ...
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class Step:
 
     episode: int
     text: str
+    cut: bool = False  # whether the limit of a turn's tokens ended it
 
 
 @final

@@ -39,6 +39,11 @@ class ParseError:
     kind: str
     message: str
 
+    @property
+    def is_surplus(self) -> bool:
+        """Whether it stands for the actions that were too many for a turn to be read."""
+        return self.kind == "too_many"
+
 
 Action = ToolCall | CodeCell | ParseError
 
@@ -50,6 +55,12 @@ class ParsedTurn:
 
     actions: tuple[Action, ...]
     content: str
+
+    def count_malformed(self, cut: bool) -> int:
+        """Return how many actions could not be read; one whose end was `cut` off with the turn's is no mistake."""
+        errors = [action for action in self.actions if isinstance(action, ParseError)]
+        halved = cut and bool(errors) and errors[-1] is self.actions[-1] and errors[-1].kind == "unclosed"
+        return sum(not error.is_surplus for error in errors) - halved
 
 
 @final

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolResources, failed, function_schema
+from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolResources, check_settings, failed, function_schema
 from vrl.protocol.trajectory import Prompt
 
 _MAX_CHARACTERS: Final = 1000
@@ -85,7 +85,8 @@ def calculate(expression: str) -> Number:
 
 
 def calculator_tool(config: Mapping[str, Any], resources: ToolResources) -> StatelessTool:  # noqa: ARG001 - as registered
-    """Return the tool `calculator`."""
+    """Return the tool `calculator`, which has no settings."""
+    check_settings(config, (), "the tool calculator")
     return StatelessTool(SCHEMA, _call)
 
 

@@ -21,7 +21,7 @@ import yaml
 from vrl.agent.plugins import construct, load_class
 from vrl.agent.tools.registry import BUILT_IN_TOOLS, build_tool, is_built_in
 from vrl.agent.tools.schemas import SchemaView, checked_schema
-from vrl.agent.tools.types import Tool, ToolResources, ToolSession
+from vrl.agent.tools.types import Tool, ToolResources, ToolSession, check_settings
 from vrl.agent.tools.user_tools import UserTool
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
@@ -70,6 +70,7 @@ def _entry_tools(entry: Any, resources: ToolResources, key: str) -> list[Tool]:
     entry = {"class_name": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{key}: a mapping with class_name or mcp is wanted")
+    check_settings(entry, ("class_name", "config", "tool_schema", "mcp"), f"{key}: a tool")
     if "mcp" in entry:
         mcp_servers = importlib.import_module("vrl.agent.tools.mcp_servers")  # a second; few runs need it
         return list(mcp_servers.mcp_tools(entry["mcp"], f"{key}.mcp"))

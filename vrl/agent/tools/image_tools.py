@@ -11,7 +11,15 @@ from typing import Any, Final, TypeGuard
 from PIL import Image
 
 from vrl.agent.tools.pictures import PictureError, as_png, fitted, open_picture
-from vrl.agent.tools.types import ImageLimits, StatelessTool, ToolAnswer, ToolResources, failed, function_schema
+from vrl.agent.tools.types import (
+    ImageLimits,
+    StatelessTool,
+    ToolAnswer,
+    ToolResources,
+    check_settings,
+    failed,
+    function_schema,
+)
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
@@ -118,9 +126,7 @@ def _image_tool(
 
 def _limits(config: Mapping[str, Any], default: ImageLimits) -> ImageLimits:
     names = ("min_side", "min_pixels", "max_pixels", "max_aspect")
-    unknown = set(config) - {"name", *names}
-    if unknown:
-        raise ConfigError(f"an image tool has no setting {', '.join(sorted(unknown))}; it has name, {', '.join(names)}")
+    check_settings(config, ("name", *names), "an image tool")
     for name in names:
         value = config.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

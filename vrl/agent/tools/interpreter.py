@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 from vrl.agent.sandbox.types import CellResult, CodeRunner, CodeSession
-from vrl.agent.tools.types import ToolAnswer, ToolResources, failed, function_schema
+from vrl.agent.tools.types import ToolAnswer, ToolResources, check_settings, failed, function_schema
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
@@ -73,8 +73,9 @@ class InterpreterTool:
         """Leave the runner to its owner."""
 
 
-def interpreter_tool(config: Mapping[str, Any], resources: ToolResources) -> InterpreterTool:  # noqa: ARG001 - as registered
-    """Return the tool `python`. Raises ConfigError where nothing can run code."""
+def interpreter_tool(config: Mapping[str, Any], resources: ToolResources) -> InterpreterTool:
+    """Return the tool `python`, which has no settings. Raises ConfigError where nothing can run code."""
+    check_settings(config, (), "the tool python")
     return InterpreterTool(runner_of(resources, "the tool python"))
 
 

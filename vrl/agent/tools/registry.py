@@ -1,13 +1,10 @@
 """Built-in tools by name. Their modules are imported on first use: some cost a second to import."""
 
 import importlib
-import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 from vrl.agent.tools.types import Tool, ToolResources
-
-_LOG = logging.getLogger(__name__)
 
 # name -> module and function; the function takes (config, resources) and returns a Tool.
 BUILT_IN_TOOLS: Final[Mapping[str, tuple[str, str]]] = {
@@ -36,12 +33,17 @@ def is_built_in(name: str) -> bool:
     return ALIASES.get(name, name) in BUILT_IN_TOOLS
 
 
+def without_effect(name: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the settings of an entry of verl's that do something there, and nothing here."""
+    if name not in ALIASES:
+        return []
+    ways = _OTHER_WAYS if ALIASES[name] == "retriever" else _OTHER_WAYS | {"timeout"}
+    return sorted(ways & set(config))
+
+
 def build_tool(name: str, config: Mapping[str, Any], resources: ToolResources) -> Tool:
     """Return a built-in tool. Raises ConfigError when its settings do not do."""
     module, function = BUILT_IN_TOOLS[ALIASES.get(name, name)]
-    if name in ALIASES:
-        ignored = sorted(_OTHER_WAYS & set(config))
-        config = {key: value for key, value in config.items() if key not in ignored}
-        if ignored:
-            _LOG.info("%s is the built-in tool %s, without %s", name, ALIASES[name], ", ".join(ignored))
+    ignored = without_effect(name, config)
+    config = {key: value for key, value in config.items() if key not in ignored}
     return vars(importlib.import_module(module))[function](config, resources)

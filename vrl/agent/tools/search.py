@@ -12,7 +12,15 @@ from typing import Any, Final
 import bm25s
 from bm25s.tokenization import Tokenized
 
-from vrl.agent.tools.types import StatelessTool, ToolAnswer, ToolFailure, ToolResources, failed, function_schema
+from vrl.agent.tools.types import (
+    StatelessTool,
+    ToolAnswer,
+    ToolFailure,
+    ToolResources,
+    check_settings,
+    failed,
+    function_schema,
+)
 from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
@@ -36,6 +44,7 @@ def search_tool(config: Mapping[str, Any], resources: ToolResources) -> Stateles
     `text` in each line; `topk` documents an answer (3); BM25's `k1` (1.5) and `b` (0.75). The index is made when the
     process starts. Raises ConfigError when the corpus cannot be read.
     """
+    check_settings(config, ("corpus_path", "topk", "k1", "b"), "the tool search")
     topk = _topk(config)
     documents = _read_corpus(config)
     index = bm25s.BM25(k1=float(config.get("k1", 1.5)), b=float(config.get("b", 0.75)))
@@ -61,6 +70,7 @@ def retriever_tool(config: Mapping[str, Any], resources: ToolResources) -> State
     `config`: `retrieval_service_url`, `topk` (3), `timeout` in seconds (30), `max_retries` (3, with growing waits).
     A server that stays away fails the episode (ToolFailure); it is not the model's fault.
     """
+    check_settings(config, ("retrieval_service_url", "topk", "timeout", "max_retries"), "the tool retriever")
     url = config.get("retrieval_service_url")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ConfigError(f"the tool retriever: retrieval_service_url={url!r} is no http address")

@@ -1,11 +1,12 @@
 """What a tool is to an environment: a schema for the model, and a session for each episode."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 from vrl.agent.sandbox.types import CodeRunner
+from vrl.protocol.errors import ConfigError
 from vrl.protocol.trajectory import Prompt
 
 
@@ -54,7 +55,10 @@ class Tool(Protocol):
         ...
 
     def start(self, prompt: Prompt, options: Mapping[str, Any]) -> ToolSession:
-        """Return the session of one episode; `options` is the row's `tools_kwargs[<tool name>]`."""
+        """Return the session of one episode; `options` is the row's `tools_kwargs[<tool name>]`.
+
+        `prompt` is an object of the episode's own, the same for all its tools.
+        """
         ...
 
     def close(self) -> None:
@@ -86,6 +90,14 @@ def function_schema(name: str, description: str, properties: Mapping[str, Any], 
     """Return an OpenAI function schema with these parameters."""
     parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def check_settings(settings: Iterable[str], allowed: Iterable[str], who: str) -> None:
+    """Raise ConfigError, which begins with `who`, when there is a setting that is not one of those allowed."""
+    known = list(allowed)
+    unknown = sorted(str(name) for name in settings if name not in known)
+    if unknown:
+        raise ConfigError(f"{who} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
 
 
 def failed(text: str) -> ToolAnswer:

@@ -78,13 +78,19 @@ class UserTool:
     """Runs an object with verl's tool methods. What it raises in a call is an answer for the model."""
 
     def __init__(self, tool: Any, schema: Any, key: str) -> None:
-        """Check the schema and that there is an `execute`. Raises ConfigError that begins with `key`."""
+        """Check the schema and that `execute` takes a call. Raises ConfigError that begins with `key`."""
         self.schema = checked_schema(schema, key)
         self._methods: dict[str, Callable[..., Any]] = {
             name: method for name in _METHODS if callable(method := getattr(tool, name, None))
         }
         if "execute" not in self._methods:
             raise ConfigError(f"{key}: {type(tool).__name__} has no method execute(instance_id, parameters)")
+        try:
+            inspect.signature(self._methods["execute"]).bind_partial("instance", {})
+        except TypeError as error:
+            raise ConfigError(
+                f"{key}: {type(tool).__name__}.execute takes no (instance_id, parameters): {error}"
+            ) from error
         self.scores = inspect.getattr_static(tool, "calc_reward", BaseTool.calc_reward) is not BaseTool.calc_reward
         self._asynchronous = any(map(inspect.iscoroutinefunction, self._methods.values()))
         self._loop = EventLoopThread("user-tool")

@@ -61,6 +61,9 @@ RENAMED = {
     "ray_init": "ray_kwargs.ray_init",
 }
 
+# What else is different about a renamed key.
+OTHER_UNITS = {f"{_AGENT}.single_obs_max_length": "it counts characters and not tokens"}
+
 _PACKED = "rows are always packed without padding"
 _BUDGET = "actor_rollout_ref.actor.use_dynamic_bsz and the token budgets hold for all roles"
 _SHARDING = "FSDP2 shards layer by layer and needs no such choice"
@@ -227,6 +230,11 @@ def renamed(key: str) -> str | None:
     return None
 
 
+def other_unit(key: str) -> str:
+    """Return what to add to a message on a renamed key whose numbers mean something else today; mostly nothing."""
+    return f"; {OTHER_UNITS[key]}" if key in OTHER_UNITS else ""
+
+
 def dropped(key: str) -> str | None:
     """Return why a key has no effect, or None."""
     return next((DROPPED[parent] for parent in parents(key) if parent in DROPPED), None)
@@ -241,7 +249,7 @@ def explain_unknown(key: str) -> str:
     """Return the message for a key that is not a setting."""
     new_name, reason, only = renamed(key), dropped(key), neutral(key)
     if new_name:
-        return f"{key}: write {new_name}"
+        return f"{key}: write {new_name}{other_unit(key)}"
     if reason:
         return f"{key}: leave it out; {reason}"
     if only:

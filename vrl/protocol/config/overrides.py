@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from vrl.protocol.config.keys import in_open, key_types
-from vrl.protocol.config.legacy import dropped, explain_unknown, neutral, renamed
+from vrl.protocol.config.legacy import dropped, explain_unknown, neutral, other_unit, renamed
 from vrl.protocol.errors import ConfigError
 
 FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+?)(?P<tail>=(?P<value>.*))?", re.DOTALL)
@@ -69,7 +69,7 @@ def _resolve(key: str, value: str | None) -> tuple[str | None, str | None]:
     new_key = renamed(key)
     if new_key is not None:
         final_key, note = _resolve(new_key, value)
-        return final_key, f"{key} is {new_key} here" if final_key else note
+        return final_key, f"{key} is {new_key} here{other_unit(key)}" if final_key else note
     if in_open(key):
         return key, None
     reason = dropped(key)

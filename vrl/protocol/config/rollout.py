@@ -33,12 +33,18 @@ class AgentConfig:
     single_response_max_tokens: int | None = None  # tokens a turn; null: what is left of the response
     custom_stop: tuple[str, ...] = ()  # strings that end a turn
     concurrent_workers: int = 2  # tool processes a rollout worker
-    episode_timeout: float = 600.0  # seconds of wall clock, of an episode with an environment
+    episode_timeout: float | None = None  # seconds of wall clock an episode; null: 600 with an environment, else 7200
     max_images: int = 8  # images that the observations of an episode bring; one more ends it
     max_image_pixels: int = 16777216  # pixels an image of an observation; a larger one becomes a text that says so
     max_retries: int = 1  # new tries of an episode that failed outside the model
     max_failed_ratio: float = 0.5  # share of failed episodes in a step that stops the run
     environments: OpenDict = field(default_factory=OpenDict)  # open: {env_name: {class, config}}, beside those built in
+
+    def max_seconds(self, *, acts: bool) -> float:
+        """Return the limit of an episode. A plain one, which cannot hang in a tool, has time for a long thought."""
+        if self.episode_timeout is not None:
+            return self.episode_timeout
+        return 600.0 if acts else 7200.0
 
 
 @final
