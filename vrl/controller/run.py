@@ -218,7 +218,11 @@ def trainer_over(
         rollout=rollout,
         rollout_group=groups["rollout"],
         groups=group_filter(config, rollout.generate, sampling, loader.next_batch),
-        baseline=GreedyBaseline(rollout, sampling) if advantage.estimator.needs_reward_baselines else NoBaseline(),
+        baseline=(
+            GreedyBaseline(rollout, sampling, reward_shaping(config))
+            if advantage.estimator.needs_reward_baselines
+            else NoBaseline()
+        ),
         reward=reward_role(config, groups),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
