@@ -7,7 +7,7 @@ import torch
 
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.controller.baseline import with_baselines
-from vrl.controller.credit import Advantage
+from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.data_metrics import data_metrics, failure_metrics
 from vrl.controller.roles import Generated
 from vrl.protocol.columns import (
@@ -20,6 +20,8 @@ from vrl.protocol.columns import (
     TOKEN_LEVEL_SCORES,
     UID,
 )
+from vrl.protocol.config.algorithm import AlgorithmConfig
+from vrl.protocol.config.builder import build
 from vrl.protocol.dataproto import Meta
 from vrl.protocol.rows import batch_of
 from vrl.protocol.trajectory import StopReason, Trajectory
@@ -64,8 +66,7 @@ def test_rows_whose_greedy_episode_failed_are_left_out_and_counted(
 ):
     rows = [*sampled, trajectory("u2", sample_index=2, failure="reward raised: oh")]
     greedy = [trajectory("u0", score=1.0), trajectory("u1", failure="reward timed out: 30 s"), trajectory("u2")]
-    # A greedy episode that failed before its first token has no positions.
-    result = with_baselines(generated(rows, positions), generated(greedy, positions=False))
+    result = with_baselines(generated(rows, positions), generated(greedy, positions))
     assert list(result.rows.objects[UID]) == ["u0", "u0", "u2", "u2"]
     assert result.rows.dense(REWARD_BASELINES).tolist() == [1.0, 1.0, 0.0, 0.0]
     assert (POSITION_IDS in result.rows) == positions
@@ -75,6 +76,25 @@ def test_rows_whose_greedy_episode_failed_are_left_out_and_counted(
     assert counts["training/failed_rows"] == 2
     assert counts["training/failed_baselines"] == 1
     assert counts["training/failed_rows/reward_timed_out"] == 1
+
+
+def test_the_greedy_score_is_shaped_as_those_of_the_rows(trajectory: Make):
+    shaping = reward_shaping(
+        build({
+            "reward_model": {
+                "overlong_buffer": {"enable": True, "len": 4, "penalty_factor": 1.0},
+                "max_resp_len": 8,
+                "reward_clip": 2.0,
+            }
+        })
+    )  # fmt: skip
+    rows = generated([trajectory("u0", score=5.0), trajectory("u0", turns=(6,), score=1.0), trajectory("u1")])
+    greedy = generated([trajectory("u0", turns=(6,), score=1.0), trajectory("u1", score=5.0)])
+    found = with_baselines(rows, greedy, shaping).rows
+    assert found.dense(REWARD_BASELINES).tolist() == [0.5, 0.5, 2.0]
+    batch = found.union(Rewards(AlgorithmConfig(), shaping)(found))
+    advantages = REMAX(batch).ragged(ADVANTAGES).values[batch.ragged(LOSS_MASK).values].tolist()
+    assert advantages == [1.5] * 2 + [0.0] * 6 + [-2.0] * 2  # a sample like the greedy one is neither good nor bad
 
 
 def test_no_row_is_left_when_every_greedy_episode_failed(trajectory: Make, sampled: list[Trajectory]):

@@ -12,11 +12,14 @@ from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
 from vrl.controller.launch import check_model, check_reward_model
-from vrl.controller.run import needs_old_log_probs, role_names
+from vrl.controller.run import needs_old_log_probs, plan, role_names, run_length, total_steps
+from vrl.data.dataset import load_rows
+from vrl.data.loader import PromptLoader
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.config import names
 from vrl.protocol.config.builder import build
 from vrl.protocol.errors import ConfigError
+from vrl.workers.host import RunLength
 
 ONE_UPDATE = {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
 
@@ -35,6 +38,7 @@ def test_the_settings_know_what_estimators_and_losses_need():
     losses = [get_policy_loss(name) for name in known_policy_losses()]
     assert {loss.name for loss in losses if loss.needs_whole_groups} == names.GROUP_LOSSES
     assert {loss.name for loss in losses if loss.needs_ref_log_probs} == names.GROUP_LOSSES
+    assert {loss.name: loss.aggregation for loss in losses if loss.aggregation} == names.FIXED_AGGREGATION
 
 
 @pytest.mark.parametrize("mode", [*sorted(names.GROUP_LOSSES), "vanilla"])
@@ -114,3 +118,69 @@ def test_liger_is_refused_for_a_model_without_its_kernels(tmp_path: Path, sectio
     values[section]["model"]["path"] = str(tmp_path / "granite")
     with pytest.raises(ConfigError, match=rf"{section}.model.use_liger=True is for .*, not for granite"):
         check_model(build(values))
+
+
+def test_a_critic_that_does_not_read_the_rows_is_refused_before_anything_starts(tmp_path: Path):
+    text = ["what is 3 + 4", "the answer"]
+    folders = {
+        "text": build_tiny_model("qwen2", tmp_path / "text", text, seed=1),
+        "again": build_tiny_model("qwen2", tmp_path / "again", text, seed=2),
+        "foreign": build_tiny_model("qwen2", tmp_path / "foreign", ["quite other words", "elsewhere"], seed=1),
+        "vision": build_tiny_model("qwen2_5_vl", tmp_path / "vision", text, seed=1),
+    }
+
+    def check(policy: str, critic: str, adv_estimator: str = "gae") -> None:
+        models = {role: {"model": {"path": str(folders[name])}} for role, name in
+                  (("actor_rollout_ref", policy), ("critic", critic))}  # fmt: skip
+        check_model(build({**models, "algorithm": {"adv_estimator": adv_estimator}}))
+
+    check("text", "again")
+    check("vision", "vision")
+    check("text", "vision", "grpo")  # no critic, nothing to read
+    with pytest.raises(ConfigError, match=r"^critic\.model\.path=.*foreign has another tokenizer .* or null for"):
+        check("text", "foreign")
+    with pytest.raises(ConfigError, match=r"^critic\.model\.path=.*text has no vision tower, and the policy has one"):
+        check("vision", "text")
+    with pytest.raises(ConfigError, match=r"^critic\.model\.path=.*vision has a vision tower, and the policy none"):
+        check("text", "vision")
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref", "critic"])
+def test_a_vision_tower_that_is_not_there_cannot_be_frozen(tmp_path: Path, section: str):
+    kinds = {kind: str(build_tiny_model(kind, tmp_path / kind, ["a"], seed=0)) for kind in ("qwen2", "qwen2_5_vl")}
+    for kind, path in kinds.items():
+        values: dict[str, Any] = {"actor_rollout_ref": {"model": {"path": path}}, "critic": {"model": {}}}
+        values[section]["model"]["freeze_vision_tower"] = True
+        if kind == "qwen2_5_vl":
+            check_model(build(values))
+            continue
+        with pytest.raises(ConfigError, match=rf"^{section}\.model\.freeze_vision_tower=True, but .* set it to False"):
+            check_model(build(values))
+
+
+def test_schedules_of_the_actor_are_as_long_as_it_learns():
+    values: dict[str, Any] = {**ONE_UPDATE, "critic": {"ppo_mini_batch_size": 4}}
+    assert run_length(build(values), 10) == RunLength(actor=10, critic=20)
+    for warmup, steps in ((3, 7), (10, 1), (11, 1)):
+        config = build({**values, "trainer": {"critic_warmup": warmup}})
+        assert run_length(config, 10) == RunLength(actor=steps, critic=20)
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(0, 0), (5, 0), (6, 1)])
+def test_a_warmup_as_long_as_the_epochs_is_said_when_their_steps_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warmup: int, said: int
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [{"role": "user", "content": "a"}], "data_source": "x"}\n' * 6)
+    loader = PromptLoader(load_rows([file]), 2)
+    config = build({"trainer": {"critic_warmup": warmup, "total_epochs": 2}})
+    assert total_steps(config, loader) == 6
+    assert len(caplog.records) == said
+    assert all("critic_warmup=6 is all of the 6 steps" in record.getMessage() for record in caplog.records)
+
+
+def test_balance_is_counted_over_the_ranks_that_hold_different_rows():
+    actor = {"ulysses_sequence_parallel_size": 2}
+    config = build({"actor_rollout_ref": {"actor": actor}, "trainer": {"n_gpus_per_node": 4}})
+    assert plan(config, 10).ranks == 2
+    assert plan(config, 10).total_ranks == 4

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from vrl.agent.episode import failed_row
 from vrl.data.dataset import load_rows
 from vrl.data.loader import PromptLoader, ordered_batches
+from vrl.protocol.dataproto import Meta
 from vrl.protocol.errors import DataError
+from vrl.protocol.rows import batch_of, group_numbers
 
 
 @pytest.fixture
@@ -43,6 +46,17 @@ def test_uids_name_draws_and_never_repeat(dataset):
     assert batches[2][0] == "1-0-train:0"
     drawn = [uid for batch in batches for uid in batch]
     assert len(set(drawn)) == len(drawn) == 20
+
+
+def test_the_same_words_about_another_image_are_another_group(save, row, image):
+    shown = [image(20, 24), image(24, 20)]
+    rows = [row(text="<image> What is shown?", images=[{"bytes": data}]) for data in shown]
+    drawn = PromptLoader(load_rows(save("train.parquet", rows)), 2, shuffle=False).next_batch()
+    assert drawn[0].messages == drawn[1].messages
+    assert [prompt.images for prompt in drawn] == [(data,) for data in shown]
+    assert len({prompt.uid for prompt in drawn}) == 2
+    sampled = [failed_row(prompt, index, "no engine here") for index in range(2) for prompt in drawn]
+    assert group_numbers(batch_of(sampled, None, Meta())).tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4]), (False, [4, 4, 2])])

@@ -63,12 +63,12 @@ def test_folders_that_are_no_reward_model_are_refused(
 
 
 def test_another_tokenizer_is_noticed(text_folder: Path, folder: Path, tmp_path: Path) -> None:
-    check_same_tokenizer(text_folder, folder)
+    check_same_tokenizer(text_folder, folder, "some.key", "take another")
     other = build_tiny_model(
         "qwen2", tmp_path, ["quite other words in another language", "und noch viel mehr davon"], 3
     )
-    with pytest.raises(ConfigError, match=r"another tokenizer .* set reward_model\.model\.input_tokenizer="):
-        check_same_tokenizer(text_folder, other)
+    with pytest.raises(ConfigError, match=r"^some\.key=.* has another tokenizer .*: take another$"):
+        check_same_tokenizer(text_folder, other, "some.key", "take another")
 
 
 def test_a_finished_conversation_has_no_generation_prompt(text_folder: Path) -> None:

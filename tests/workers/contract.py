@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from tests.workers.rig import Rig, drive
+from vrl.protocol.columns import INPUT_IDS, LOSS_MASK, ROLLOUT_LOG_PROBS, SAMPLE_INDEX
 from vrl.protocol.ports import EngineOutput, EngineRequest
+from vrl.protocol.ragged import Ragged
 from vrl.protocol.trajectory import Prompt, Sampling
 
 FREE = Sampling(temperature=2.0, max_tokens=32, ignore_eos=True)
@@ -33,6 +35,21 @@ def seeds_decide_tokens(rig: Rig, prompts: list[Prompt]) -> None:
         alone |= drive(rig.engine, [request])
     assert tokens(together) == tokens(backwards) == tokens(alone)
     assert len(set(tokens(together).values())) == len(requests), "other seeds must give other tokens"
+
+
+def greedy_rows_are_finite(rig: Rig, prompts: list[Prompt]) -> None:
+    """Rows of an evaluation: temperature 0 divides nothing, and every number of a row is one."""
+    batch = rig.generate(prompts, Sampling(temperature=0.0, max_tokens=8), n=2)
+    assert batch is not None
+    for name, column in batch.columns.items():
+        values = column.values if isinstance(column, Ragged) else column
+        assert bool(values.double().isfinite().all()), name
+    sampled = batch.ragged(ROLLOUT_LOG_PROBS).values[batch.ragged(LOSS_MASK).values]
+    assert len(sampled) > len(prompts)
+    assert bool((sampled <= 0).all())
+    assert bool(batch.ragged(ROLLOUT_LOG_PROBS).values.any())
+    first, second = batch.rows(batch.dense(SAMPLE_INDEX) == 0), batch.rows(batch.dense(SAMPLE_INDEX) == 1)
+    assert first.ragged(INPUT_IDS).values.tolist() == second.ragged(INPUT_IDS).values.tolist()
 
 
 def banned_ids_never_come(rig: Rig, prompt: Prompt) -> None:

@@ -199,15 +199,22 @@ def place_of(rank: int, world: int, port: int) -> RankPlace:
 @contextmanager
 def opened(config: Config) -> Iterator[Rig]:
     """Yield a rig in this process, alone in its group; leave environment, group and engine as they were found."""
-    before = dict(os.environ)
-    os.environ.update(environment("cpu", 1))
-    process.start(place_of(0, 1, free_port()))
-    try:
+    with alone():
         rig = Rig.build(config)
         try:
             yield rig
         finally:
             rig.close()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make this process a group of one inside the block; leave environment and group as they were found."""
+    before = dict(os.environ)
+    os.environ.update(environment("cpu", 1))
+    process.start(place_of(0, 1, free_port()))
+    try:
+        yield
     finally:
         process.stop()
         os.environ.clear()

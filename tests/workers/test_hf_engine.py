@@ -102,6 +102,10 @@ def test_seeds_decide_tokens(rig: Rig, kind: str) -> None:
     contract.seeds_decide_tokens(rig, prompts_of(kind))
 
 
+def test_greedy_rows_are_finite(rig: Rig, kind: str) -> None:
+    contract.greedy_rows_are_finite(rig, prompts_of(kind))
+
+
 def test_end_tokens_end_turns(rig: Rig) -> None:
     contract.end_tokens_end_turns(rig, prompt("p", "what is 3 + 4?"))
 

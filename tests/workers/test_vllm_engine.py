@@ -28,6 +28,10 @@ def test_seeds_decide_tokens(rig: Rig) -> None:
     contract.seeds_decide_tokens(rig, prompts_of("qwen2_5_vl"))
 
 
+def test_greedy_rows_are_finite(rig: Rig) -> None:
+    contract.greedy_rows_are_finite(rig, prompts_of("qwen2_5_vl"))
+
+
 def test_banned_ids_never_come(rig: Rig) -> None:
     contract.banned_ids_never_come(rig, SHORT)
 

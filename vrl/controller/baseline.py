@@ -6,9 +6,9 @@ from typing import Protocol, final
 
 import torch
 
-from vrl.controller.data_metrics import row_sums
+from vrl.controller.credit import Shaping, shaped_row_sums
 from vrl.controller.roles import Generated, Rollout
-from vrl.protocol.columns import GREEDY_SAMPLE, POSITION_IDS, REWARD_BASELINES, SAMPLE_INDEX, TOKEN_LEVEL_SCORES, UID
+from vrl.protocol.columns import GREEDY_SAMPLE, REWARD_BASELINES, SAMPLE_INDEX, UID
 from vrl.protocol.dataproto import DataProto, concat
 from vrl.protocol.trajectory import Prompt, Sampling
 
@@ -35,10 +35,11 @@ class NoBaseline:
 
 @final
 class GreedyBaseline:
-    """One greedy episode a prompt, scored as the others are."""
+    """One greedy episode a prompt, scored and shaped as the others are."""
 
-    def __init__(self, rollout: Rollout, sampling: Sampling) -> None:
+    def __init__(self, rollout: Rollout, sampling: Sampling, shaping: Sequence[Shaping]) -> None:
         self._rollout = rollout
+        self._shaping = tuple(shaping)
         self._sampling = replace(sampling, temperature=0.0, n=1)
 
     def beside(self, generated: Generated, prompts: Sequence[Prompt], step: int) -> Generated:
@@ -47,11 +48,14 @@ class GreedyBaseline:
         asked = [prompt for prompt in prompts if prompt.uid in sampled]
         if not asked:
             return generated
-        return with_baselines(generated, self._rollout.generate(asked, self._sampling, step))
+        greedy = self._rollout.generate(asked, self._sampling, step)
+        return with_baselines(generated, greedy, self._shaping)
 
 
-def with_baselines(generated: Generated, greedy: Generated) -> Generated:
-    """Return the rows with the score of their prompt's greedy episode in column `reward_baselines`.
+def with_baselines(generated: Generated, greedy: Generated, shaping: Sequence[Shaping] = ()) -> Generated:
+    """Return the rows with the reward of their prompt's greedy episode in column `reward_baselines`.
+
+    That is its score after the same reward shaping as that of the rows: rewards are compared with their like.
 
     Where that episode failed outside the model, the prompt's rows are left out, and the failed episode joins the failed
     ones (its `sample_index` is -1). A baseline of 0 in its place would be unbiased as well, but it gives these rows the
@@ -59,7 +63,7 @@ def with_baselines(generated: Generated, greedy: Generated) -> Generated:
     can do is to push its successes up. Whether the greedy episode fails does not depend on the samples, so that what
     is left out adds no bias for any prompt that stays.
     """
-    scores = row_sums(greedy.rows, TOKEN_LEVEL_SCORES).tolist() if len(greedy.rows) else []
+    scores = shaped_row_sums(greedy.rows, shaping).tolist() if len(greedy.rows) else []
     baseline = dict(zip(greedy.rows.objects[UID], scores, strict=True)) if scores else {}
     has_one = [uid in baseline for uid in generated.rows.objects[UID]]
     rows = generated.rows.rows(torch.tensor(has_one, dtype=torch.bool))
@@ -69,9 +73,7 @@ def with_baselines(generated: Generated, greedy: Generated) -> Generated:
 
 
 def _joined(failed: DataProto, greedy: DataProto) -> DataProto:
-    """Failed episodes are read by people only. Without a token they have no positions, so none of them keep any."""
     if not len(greedy):
         return failed
     marks = torch.full((len(greedy),), GREEDY_SAMPLE, dtype=torch.int64)
-    parts = [failed, greedy.with_columns(**{SAMPLE_INDEX: marks})]
-    return concat([part.drop([POSITION_IDS]) if POSITION_IDS in part else part for part in parts])
+    return concat([failed, greedy.with_columns(**{SAMPLE_INDEX: marks})])

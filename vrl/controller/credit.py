@@ -16,6 +16,7 @@ from vrl.algorithms.advantages.registry import (
 )
 from vrl.algorithms.kl import AdaptiveKl, FixedKl, kl_estimate, kl_in_reward, sequence_mean_kl
 from vrl.algorithms.reward_shaping import clip_rewards, overlong_penalty
+from vrl.controller.data_metrics import row_sums
 from vrl.controller.score_parts import score_parts
 from vrl.protocol.columns import (
     ADVANTAGES,
@@ -91,6 +92,15 @@ def reward_shaping(config: Config) -> tuple[Shaping, ...]:
     if reward.reward_clip is not None:
         parts.append(RewardClip(reward.reward_clip))
     return tuple(parts)
+
+
+def shaped_row_sums(rows: DataProto, shaping: Sequence[Shaping]) -> Tensor:
+    """Return float64 `[B]`: the shaped score of each row, as `Rewards` gives it to the rows of a step without a KL."""
+    scores = rows.ragged(TOKEN_LEVEL_SCORES)
+    rewards = scores.values
+    for shape in shaping:
+        rewards, _ = shape(rows, rewards)
+    return row_sums(DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)}), TOKEN_LEVEL_REWARDS)
 
 
 @final

@@ -126,6 +126,7 @@ def performance_metrics(seconds: Mapping[str, float], batch: DataProto, ranks: i
 def balance_metrics(batch: DataProto, ranks: int, *, share_prompts: bool = False) -> dict[str, float]:
     """Return `global_seqlen/*`: tokens a rank when rows are cut in the order they come, and as they are balanced.
 
+    `ranks` are those that hold different rows: ranks that share sequences are one.
     With `share_prompts` the latter are the tokens that are computed, each prompt of a rank once.
     """
     prompts = group_prompts(batch) if share_prompts else None

@@ -12,14 +12,13 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from vrl.controller.credit import Shaping, reward_shaping
+from vrl.controller.credit import Shaping, reward_shaping, shaped_row_sums
 from vrl.controller.data_metrics import row_sums
 from vrl.controller.roles import Generated
 from vrl.controller.score_parts import score_parts
-from vrl.protocol.columns import POSITION_IDS, SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
+from vrl.protocol.columns import SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
-from vrl.protocol.ragged import Ragged
 from vrl.protocol.trajectory import Prompt, Sampling
 
 _LOG = logging.getLogger(__name__)
@@ -172,17 +171,12 @@ def _joined(draws: Sequence[Generated], kept: Collection[str], differing: int, m
     stages = dict.fromkeys(name for draw in draws for name in draw.timing)
     return Generated(
         rows=rows.rows(chosen),
-        # Failed episodes are read by people only; those without a token have no positions, so none keeps any.
-        failed=concat([_without_positions(draw.failed) for draw in draws]),
+        failed=concat([draw.failed for draw in draws]),
         policy_version=draws[0].policy_version,
         timing={name: sum(draw.timing.get(name, 0.0) for draw in draws) for name in stages},
         dropped=rows.rows(~chosen),
         metrics=metrics,
     )
-
-
-def _without_positions(rows: DataProto) -> DataProto:
-    return rows.drop([POSITION_IDS]) if POSITION_IDS in rows else rows
 
 
 def row_metric(name: str | None, shaping: Sequence[Shaping]) -> Metric:
@@ -195,18 +189,10 @@ def row_metric(name: str | None, shaping: Sequence[Shaping]) -> Metric:
     if name in (None, "score"):
         return lambda rows: row_sums(rows, TOKEN_LEVEL_SCORES)
     if name in ("seq_reward", "seq_final_reward"):
-        return lambda rows: _shaped(rows, shaping)
+        return lambda rows: shaped_row_sums(rows, shaping)
     if name == "acc":
         return _accuracy
     return lambda rows: score_parts(rows, [name], "algorithm.filter_groups.metric")[:, 0]
-
-
-def _shaped(rows: DataProto, shaping: Sequence[Shaping]) -> Tensor:
-    scores = rows.ragged(TOKEN_LEVEL_SCORES)
-    rewards = scores.values
-    for shape in shaping:
-        rewards, _ = shape(rows, rewards)
-    return row_sums(DataProto({TOKEN_LEVEL_SCORES: Ragged(rewards, scores.offsets)}), TOKEN_LEVEL_SCORES)
 
 
 def _accuracy(rows: DataProto) -> Tensor:

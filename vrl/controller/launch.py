@@ -11,7 +11,7 @@ from vrl.controller.run_folder import RunFolder
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import start_ray
 from vrl.models.liger import check_type
-from vrl.models.loading import head_counts, read_config, read_reward_config, skeleton
+from vrl.models.loading import HeadCounts, head_counts, read_config, read_reward_config, skeleton
 from vrl.models.lora import adapted_names
 from vrl.models.renderer import check_same_tokenizer, load_renderer
 from vrl.protocol.config.learner import CriticModelConfig
@@ -54,10 +54,9 @@ def check_model(config: Config) -> None:
     """Refuse what the model does not fit, once its folder is there: parallel sizes, layers for LoRA and Liger."""
     policy = config.actor_rollout_ref
     heads = head_counts(policy.model.path, trust_remote_code=policy.model.trust_remote_code)
+    _check_tower(policy.model, "actor_rollout_ref.model", policy.model.path, heads)
     if config.needs_critic:
-        critic = head_counts(config.critic_model_path, trust_remote_code=config.critic.model.trust_remote_code)
-        key = "critic.ulysses_sequence_parallel_size"
-        check_heads(critic.query, critic.key_value, config.critic.ulysses_sequence_parallel_size, key)
+        _check_critic(config, heads)
     sizes = {
         "actor_rollout_ref.rollout.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size,
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": policy.actor.ulysses_sequence_parallel_size,
@@ -69,6 +68,38 @@ def check_model(config: Config) -> None:
         _check_layers(config.critic.model, "critic.model", config.critic_model_path)
     if config.reward_model.enable:
         check_reward_model(config)
+
+
+def _check_critic(config: Config, policy: HeadCounts) -> None:
+    """Refuse a backbone that does not read the rows as the policy wrote them: by heads, tokenizer and images."""
+    model, path = config.critic.model, config.critic_model_path
+    critic = head_counts(path, trust_remote_code=model.trust_remote_code)
+    key = "critic.ulysses_sequence_parallel_size"
+    check_heads(critic.query, critic.key_value, config.critic.ulysses_sequence_parallel_size, key)
+    _check_tower(model, "critic.model", path, critic)
+    if model.path is None:
+        return
+    if (critic.vision is None) != (policy.vision is None):
+        has = (
+            "no vision tower, and the policy has one"
+            if critic.vision is None
+            else "a vision tower, and the policy none"
+        )
+        raise ConfigError(
+            f"critic.model.path={path} has {has}: give a backbone of the policy's kind, or null for the policy's own"
+        )
+    way_out = "give a backbone with the policy's tokenizer, or null for the policy's own"
+    check_same_tokenizer(
+        config.tokenizer_path, path, "critic.model.path", way_out, trust_remote_code=model.trust_remote_code
+    )
+
+
+def _check_tower(model: ModelConfig | CriticModelConfig, section: str, path: str, heads: HeadCounts) -> None:
+    if model.freeze_vision_tower and heads.vision is None:
+        raise ConfigError(
+            f"{section}.freeze_vision_tower=True, but {path} has no vision tower: set it to False or give a "
+            "vision-language model"
+        )
 
 
 def check_reward_model(config: Config) -> None:
@@ -88,7 +119,8 @@ def check_reward_model(config: Config) -> None:
     if reward.model.input_tokenizer is not None:
         load_renderer(path, trust_remote_code=trust)
     else:
-        check_same_tokenizer(config.tokenizer_path, path, trust_remote_code=trust)
+        way_out = f"set reward_model.model.input_tokenizer={config.tokenizer_path}, and rows are rendered anew"
+        check_same_tokenizer(config.tokenizer_path, path, "reward_model.model.path", way_out, trust_remote_code=trust)
 
 
 def _check_layers(model: ModelConfig | CriticModelConfig, section: str, path: str) -> None:

@@ -136,8 +136,19 @@ def with_image_limit(config: Config, most_images: int) -> Config:
 
 
 def total_steps(config: Config, loader: PromptLoader) -> int:
-    """Return the steps of the run: as asked for, else by epochs."""
-    return config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+    """Return the steps of the run: as asked for, else by epochs. Warns where they are too few for the policy to learn.
+
+    Before the rows are read this is not known, unless the settings say it, and then they are refused.
+    """
+    steps = config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+    warmup = config.trainer.critic_warmup
+    if warmup >= steps and not config.trainer.val_only:
+        _LOG.warning(
+            "trainer.critic_warmup=%d is all of the %d steps of trainer.total_epochs=%d: the policy never learns; "
+            "lower it, or raise total_epochs",
+            warmup, steps, config.trainer.total_epochs,
+        )  # fmt: skip
+    return steps
 
 
 @final
@@ -214,9 +225,10 @@ def role_names(config: Config) -> list[str]:
 
 
 def run_length(config: Config, steps: int) -> RunLength:
-    """Return the optimizer steps of a run of so many steps."""
+    """Return the optimizer steps of a run of so many steps; in the first ones the critic may learn alone."""
     critic = -(-config.data.train_batch_size // config.critic_mini_batch_size) * config.critic_epochs
-    return RunLength(actor=steps * config.updates_per_step, critic=steps * critic)
+    actor = max(steps - config.trainer.critic_warmup, 1) * config.updates_per_step
+    return RunLength(actor=actor, critic=steps * critic)
 
 
 def trainer_over(
@@ -232,7 +244,11 @@ def trainer_over(
         rollout=rollout,
         rollout_group=groups["rollout"],
         groups=group_filter(config, rollout.generate, sampling, loader.next_batch),
-        baseline=GreedyBaseline(rollout, sampling) if advantage.estimator.needs_reward_baselines else NoBaseline(),
+        baseline=(
+            GreedyBaseline(rollout, sampling, reward_shaping(config))
+            if advantage.estimator.needs_reward_baselines
+            else NoBaseline()
+        ),
         reward=reward_role(config, groups),
         actor=actor,
         old_policy=actor if needs_old_log_probs(config) else NoLogProbs(),
@@ -258,7 +274,7 @@ def trainer_over(
             ),
             MiniBatches(prompts=config.critic_mini_batch_size, epochs=config.critic_epochs, shuffle=policy.shuffle),
         ),
-        _plan(config, steps),
+        plan(config, steps),
         outputs,
     )
 
@@ -308,7 +324,8 @@ def _advantage(config: Config) -> Advantage:
     return Advantage(estimator, params, keys)
 
 
-def _plan(config: Config, steps: int) -> Plan:
+def plan(config: Config, steps: int) -> Plan:
+    """Return length and rhythm of a run of so many steps."""
     trainer = config.trainer
     return Plan(
         total_steps=steps,
@@ -317,7 +334,7 @@ def _plan(config: Config, steps: int) -> Plan:
         val_before_train=trainer.val_before_train,
         critic_warmup=trainer.critic_warmup,
         seed=trainer.seed,
-        ranks=config.world_size,
+        ranks=config.data_parallel_size,
         total_ranks=config.total_ranks,
         share_prompts=config.shares_prompts("actor"),
         max_failed_ratio=config.actor_rollout_ref.rollout.agent.max_failed_ratio,

@@ -83,7 +83,7 @@ class Plan:
     val_before_train: bool
     critic_warmup: int
     seed: int
-    ranks: int  # of actor and rollout
+    ranks: int  # of the actor that hold different rows
     total_ranks: int  # of all pools
     share_prompts: bool  # ranks compute a prompt once
     max_failed_ratio: float

@@ -310,22 +310,28 @@ def load_renderer(
     return HFRenderer(tokenizer, template, _eos_ids(path, tokenizer, config), vision)
 
 
-def check_same_tokenizer(path: str | Path, other: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when a reward model's folder `other` comes with another tokenizer than the policy's `path`.
+def check_same_tokenizer(
+    path: str | Path, other: str | Path, key: str, way_out: str, *, trust_remote_code: bool = False
+) -> None:
+    """Raise ConfigError when a folder `other` comes with another tokenizer than the policy's `path`.
 
-    A folder without a tokenizer is taken at its word.
+    A folder without a tokenizer is taken at its word. `key` is the setting that names `other`, `way_out` what to do.
     """
-    mine = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    try:
-        theirs = AutoTokenizer.from_pretrained(other, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # what a missing file becomes varies
-        return
-    vocabulary = theirs.get_vocab()
-    if len(vocabulary) > len(theirs.get_added_vocab()) and vocabulary != mine.get_vocab():
+    mine, theirs = (_vocabulary(folder, trust_remote_code) for folder in (path, other))
+    if mine is not None and theirs is not None and mine != theirs:
         raise ConfigError(
-            f"reward_model.model.path={other} has another tokenizer than the policy ({path}), so the rows' ids mean "
-            f"other text to it: set reward_model.model.input_tokenizer={path}, and rows are rendered anew"
+            f"{key}={other} has another tokenizer than the policy ({path}), so the rows' ids mean other text to it: "
+            f"{way_out}"
         )
+
+
+def _vocabulary(path: str | Path, trust_remote_code: bool) -> dict[str, int] | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # what a missing file becomes varies
+        return None
+    vocabulary = tokenizer.get_vocab()
+    return vocabulary if len(vocabulary) > len(tokenizer.get_added_vocab()) else None
 
 
 def _set_limits(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:

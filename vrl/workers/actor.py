@@ -1,6 +1,7 @@
 """The actor and the reference: log-probs of rows, and the actor's update. One instance a rank; all ranks call alike."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -23,8 +24,17 @@ from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.dispatch import Dispatch, register
 from vrl.workers import checkpoint
-from vrl.workers.building import BuildContext, blocks_of, learner, lora_settings, residence, sharded, stepper
-from vrl.workers.learner import Learner, timed, under_role
+from vrl.workers.building import (
+    BuildContext,
+    blocks_of,
+    learner,
+    lora_settings,
+    residence,
+    sharded,
+    stepper,
+    together,
+)
+from vrl.workers.learner import BatchLimits, Learner, timed, under_role
 from vrl.workers.losses import (
     REQUIRED_BY_POLICY,
     PolicyObjective,
@@ -38,6 +48,25 @@ _EXTRAS = {ENTROPY: Extra.ENTROPY, SUM_PI_SQUARED: Extra.SUM_PI_SQUARED}
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceLimits:
+    """How the actor's passes without an update are cut into micro-batches: of old log-probs and of its reference."""
+
+    log_probs: BatchLimits
+    base: BatchLimits
+
+    @classmethod
+    def of(cls, context: BuildContext) -> Self:
+        """Return the settings' limits, of all ranks that share rows together."""
+        config = context.config
+        size = config.sequence_parallel_size("actor")
+        return cls(
+            log_probs=together(context.limits(config.log_prob_token_budget, config.log_prob_rows), size),
+            base=together(context.limits(config.ref_token_budget, config.ref_rows), size),
+        )
+
+
+@final
 class ActorWorker:
     """Holds the policy, its optimizer and the policy's objective."""
 
@@ -48,6 +77,7 @@ class ActorWorker:
         objective: PolicyObjective,
         renderer: HFRenderer,
         bucket_bytes: int,
+        limits: InferenceLimits,
         extras: Sequence[str] = (ENTROPY,),
     ) -> None:
         self._policy = policy
@@ -55,6 +85,7 @@ class ActorWorker:
         self._renderer = renderer
         self._objective = objective
         self._bucket_bytes = bucket_bytes
+        self._limits = limits
         self._extras = tuple(extras)  # what `log_probs` returns beside them
 
     @classmethod
@@ -65,12 +96,13 @@ class ActorWorker:
         policy = _load(context, actor.fsdp_config, frozen=False)
         limits = context.limits(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
         step = stepper(policy, actor.optim, actor.grad_clip, total_steps)
-        megabytes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+        bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         stays = residence(actor.fsdp_config, actor.optim, config.actor_rollout_ref.model.enable_activation_offload)
         ways = (config.sequence_parallel_size("actor"), config.shares_prompts("actor"))
         learn = learner(policy, context, limits, step, stays, *ways)
         extras = (ENTROPY, SUM_PI_SQUARED) if config.needs_sum_pi_squared else (ENTROPY,)
-        return cls(policy, learn, policy_objective(context), context.renderer, megabytes * 2**20, extras)
+        inference = InferenceLimits.of(context)
+        return cls(policy, learn, policy_objective(context), context.renderer, bucket, inference, extras)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(OLD_LOG_PROBS, ENTROPY))
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -79,13 +111,15 @@ class ActorWorker:
         And the sum of squared probabilities, where the run's estimator needs it.
         """
         names = (OLD_LOG_PROBS, *self._extras)
-        return _log_probs(self._learner, self._objective.sampling, batch, names, "old_log_prob")
+        return _log_probs(self._learner, self._objective.sampling, batch, names, "old_log_prob", self._limits.log_probs)
 
     @register(Dispatch.ROWS, requires=(INPUT_IDS, LOSS_MASK), returns=(REF_LOG_PROBS,))
     def base_log_probs(self, batch: DataProto) -> DataProto:
         """Return the log-probs of sampled tokens without the adapter: with LoRA the reference is in these weights."""
         with lora.adapters_off(self._policy):
-            return _log_probs(self._learner, self._objective.sampling, batch, (REF_LOG_PROBS,), "ref")
+            return _log_probs(
+                self._learner, self._objective.sampling, batch, (REF_LOG_PROBS,), "ref", self._limits.base
+            )
 
     @register(Dispatch.MINI_BATCHES, requires=REQUIRED_BY_POLICY)
     def update(self, batch: DataProto, steps: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -144,10 +178,10 @@ class ReferenceWorker:
     def build(cls, context: BuildContext) -> Self:
         """Load and shard the policy of `actor_rollout_ref.model`, without gradients."""
         config = context.config
-        ref = config.actor_rollout_ref.ref
-        policy = _load(context, ref.fsdp_config, frozen=True)
-        limits = context.limits(config.ref_token_budget, ref.log_prob_micro_batch_size_per_gpu)
-        stays = residence(ref.fsdp_config)
+        fsdp = config.actor_rollout_ref.ref.fsdp_config
+        policy = _load(context, fsdp, frozen=True)
+        limits = context.limits(config.ref_token_budget, config.ref_rows)
+        stays = residence(fsdp)
         ways = (config.sequence_parallel_size("reference"), config.shares_prompts("reference"))
         learn = learner(policy, context, limits, None, stays, *ways)
         return cls(learn, sampling_distribution(context))
@@ -205,7 +239,12 @@ def _load(context: BuildContext, fsdp: FsdpConfig, frozen: bool) -> CausalPolicy
 
 
 def _log_probs(
-    learn: Learner, sampling: SamplingDistribution, batch: DataProto, names: tuple[str, ...], call: str
+    learn: Learner,
+    sampling: SamplingDistribution,
+    batch: DataProto,
+    names: tuple[str, ...],
+    call: str,
+    limits: BatchLimits | None = None,
 ) -> DataProto:
     want = reduce(or_, (_EXTRAS[name] for name in names[1:]), Extra.NONE)
 
@@ -220,5 +259,7 @@ def _log_probs(
         )
         return [x for x in (outputs.log_probs, outputs.entropy, outputs.sum_pi_squared) if x is not None]
 
-    columns, seconds = learn.infer(batch, run)  # no column on a rank without rows, which still ran the collectives
+    columns, seconds = learn.infer(
+        batch, run, limits
+    )  # no column on a rank without rows, which still ran the collectives
     return DataProto(dict(zip(names, columns, strict=True)) if columns else {}, meta=timed(call, seconds))

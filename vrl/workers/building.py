@@ -50,7 +50,7 @@ class BuildContext:
         )
 
     def limits(self, max_tokens: int, rows: int | None) -> BatchLimits:
-        """Return the micro-batch limits: by tokens with `use_dynamic_bsz`, else `rows` at a time."""
+        """Return a rank's micro-batch limits: by tokens with `use_dynamic_bsz` or no `rows`, else `rows` at a time."""
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz or rows is None:
             return BatchLimits(max_tokens=max_tokens)
         return BatchLimits(rows=rows)
@@ -127,8 +127,13 @@ def learner(
     `limits` are of a rank: ranks that share rows have room for so many times the tokens.
     """
     ranks = learner_ranks(context.device.type, sequence_parallel_size)
-    together = replace(limits, max_tokens=limits.max_tokens * sequence_parallel_size)
-    return Learner(module, context.packer(ranks.sequence, share_prompts), together, step, ranks.data, residence)
+    packer = context.packer(ranks.sequence, share_prompts)
+    return Learner(module, packer, together(limits, sequence_parallel_size), step, ranks.data, residence)
+
+
+def together(limits: BatchLimits, sequence_parallel_size: int) -> BatchLimits:
+    """Return what ranks that share rows have room for, from the limits of one of them."""
+    return replace(limits, max_tokens=limits.max_tokens * sequence_parallel_size)
 
 
 def residence(config: FsdpConfig, optim: OptimConfig | None = None, activations: bool = False) -> Residence:

@@ -49,7 +49,7 @@ class CriticWorker:
         if critic.model.uses_lora:  # the value head, which is new as a rule, learns beside the adapters
             lora.add_adapters(module.backbone, lora_settings(critic.model, "critic.model"), config.critic_model_path)
         sharded(module, blocks_of(module), critic.fsdp_config, context)
-        limits = context.limits(config.critic_token_budget, critic.ppo_micro_batch_size_per_gpu)
+        limits = context.limits(config.critic_token_budget, config.critic_rows)
         step = stepper(module, critic.optim, critic.grad_clip, total_steps)
         objective = ValueObjective(
             cliprange_value=critic.cliprange_value,

@@ -151,14 +151,18 @@ class Learner:
 
     @torch.no_grad()
     def infer(
-        self, batch: DataProto, run: Callable[[nn.Module, PackedBatch, DataProto], Sequence[Tensor]]
+        self,
+        batch: DataProto,
+        run: Callable[[nn.Module, PackedBatch, DataProto], Sequence[Tensor]],
+        limits: BatchLimits | None = None,
     ) -> tuple[list[Ragged], dict[str, float]]:
         """Return one or more per-token results `[T]` in the order of the rows, none for a batch without rows.
 
-        `run` gives the tensors `[T]` of a micro-batch. With them come the seconds of each stage.
+        `run` gives the tensors `[T]` of a micro-batch; `limits` cut it (None: those of the update). With them come the
+        seconds of each stage.
         """
         watch = Stopwatch()
-        plan = self._plan(batch)
+        plan = self._plan(batch, limits or self.limits)
         parts: list[list[Ragged]] = []
         with self.offload.loaded():
             watch.lap("offload")
@@ -213,7 +217,7 @@ class Learner:
         # from the results of the rank's own tokens only (`SequenceGroup.join`), so that the ranks' gradients add up to
         # that of one loss; a vision tower, run whole on each of them, gets the gradient of their visual tokens.
         scale = float(dist.get_world_size())
-        for part in self._plan(rows):
+        for part in self._plan(rows, self.limits):
             micro = rows.rows(part) if part else dummy_batch(rows, self.packer.needs_positions)
             packed = self.packer.pack(micro, self._device)
             watch.lap("data")
@@ -253,7 +257,7 @@ class Learner:
 
     # -- plans and reductions -----------------------------------------------------------------------------------
 
-    def _plan(self, batch: DataProto) -> list[list[int]]:
+    def _plan(self, batch: DataProto, limits: BatchLimits) -> list[list[int]]:
         """Cut rows into micro-batches; all ranks get the same number, empty lists fill up.
 
         Rows that share a prompt are neighbours. Under a token budget they are in one micro-batch as far as they fit in,
@@ -263,20 +267,20 @@ class Learner:
         prompts = self.packer.prompts(batch) if lengths and self.packer.share_prompts else None
         if lengths and GROUP in batch:
             units = units_of(batch.dense(GROUP).tolist())
-        elif prompts is not None and self.limits.rows is None:
-            units = prompt_units(lengths, prompts, self.limits.max_tokens)
+        elif prompts is not None and limits.rows is None:
+            units = prompt_units(lengths, prompts, limits.max_tokens)
         elif prompts is not None:
             units = [[row] for unit in units_of([prompt.number for prompt in prompts]) for row in unit]
         else:
             units = [[row] for row in range(len(lengths))]
         tokens = unit_sums(units, lengths, prompts)
-        if self.limits.rows is not None:
-            plan = in_order([len(unit) for unit in units], self.limits.rows)
+        if limits.rows is not None:
+            plan = in_order([len(unit) for unit in units], limits.rows)
         else:
-            plan = micro_batches(tokens, self.limits.max_tokens)
+            plan = micro_batches(tokens, limits.max_tokens)
         count = self._global_max(max(1, len(plan)))
-        if len(plan) < count and self.limits.rows is None:
-            plan = micro_batches(tokens, self.limits.max_tokens, at_least=count)
+        if len(plan) < count and limits.rows is None:
+            plan = micro_batches(tokens, limits.max_tokens, at_least=count)
         plan += [[] for _ in range(count - len(plan))]
         return rows_of(units, plan)
 

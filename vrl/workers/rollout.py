@@ -144,7 +144,7 @@ class RolloutWorker:
         if self._beside.environments is not None:
             timing["gen/tools"] = seconds.tools
         meta = Meta(global_step=step, policy_version=self.policy_version, timing=timing)
-        return self._rows(sink.trajectories, meta)
+        return rows_of(sink.trajectories, self._renderer, meta, needs_positions=self._images is not None)
 
     @register(Dispatch.ALL)
     def sync_weights(self, actor: ActorWorker, version: int) -> None:
@@ -174,16 +174,19 @@ class RolloutWorker:
             leads=self._place.is_leader,
         )
 
-    def _rows(self, trajectories: Sequence[Trajectory], meta: Meta) -> DataProto:
-        positions = [self._renderer.positions(t.input_ids, t.images) for t in trajectories if not _is_empty(t)]
-        if not any(position is not None for position in positions):
-            return batch_of(trajectories, None, meta)
-        filled = iter(positions)
-        rows = [
-            torch.zeros(1, 3, dtype=torch.int64) if _is_empty(t) else torch.as_tensor(next(filled))
-            for t in trajectories
-        ]
-        return batch_of(trajectories, rows, meta)
+
+def rows_of(trajectories: Sequence[Trajectory], renderer: Renderer, meta: Meta, *, needs_positions: bool) -> DataProto:
+    """Return one row a trajectory, with positions where the model needs them.
+
+    The model decides, not the rows: replicas whose episodes all failed give the columns of the others.
+    """
+    if not needs_positions:
+        return batch_of(trajectories, None, meta)
+    nowhere = torch.zeros(1, 3, dtype=torch.int64)
+    positions = [
+        nowhere if _is_empty(t) else torch.as_tensor(renderer.positions(t.input_ids, t.images)) for t in trajectories
+    ]
+    return batch_of(trajectories, positions, meta)
 
 
 def _is_empty(trajectory: Trajectory) -> bool:

@@ -300,8 +300,8 @@ WARNINGS = [
         ["critic.model: target_modules without effect", "lora_adapter_path"],
     ),
     (
-        {f"{M}.lora_rank": 8, f"{A}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 99},
-        ["actor_rollout_ref.ref", "without its adapter"],
+        {f"{M}.lora_rank": 8, f"{A}.use_kl_loss": True, "actor_rollout_ref.ref.fsdp_config.param_offload": True},
+        ["actor_rollout_ref.ref", "without its adapter", "but for log_prob_*"],
     ),
     ({f"{M}.lora_adapter_path": "a", f"{A}.use_kl_loss": True}, ["lora_adapter_path=a", "does not start at zero"]),
     (

@@ -87,6 +87,22 @@ def test_sizes_follow_from_settings():
     assert (config.tokenizer_path, config.critic_model_path) == ("m", "m")
     assert (config.critic_mini_batch_size, config.critic_epochs, config.critic_token_budget) == (8, 2, 16384)
     assert (config.log_prob_token_budget, config.ref_token_budget) == (99, 16384)
+    assert (config.log_prob_rows, config.ref_rows, config.critic_rows) == (None, None, None)
+
+
+def test_rows_a_micro_batch_are_the_actors_where_a_role_has_none_of_its_own():
+    actor = {"ppo_micro_batch_size_per_gpu": 4}
+    config = build({"actor_rollout_ref": {"actor": actor}})
+    assert (config.log_prob_rows, config.ref_rows, config.critic_rows) == (4, 4, 4)
+    own = {
+        "actor_rollout_ref": {
+            "actor": actor,
+            "rollout": {"log_prob_micro_batch_size_per_gpu": 8},
+            "ref": {"log_prob_micro_batch_size_per_gpu": 16},
+        },
+        "critic": {"ppo_micro_batch_size_per_gpu": 2},
+    }
+    assert (build(own).log_prob_rows, build(own).ref_rows, build(own).critic_rows) == (8, 16, 2)
 
 
 def test_roles_follow_from_settings():

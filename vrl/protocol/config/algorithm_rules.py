@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from vrl.protocol.config.names import GROUP_LOSSES, VALUE_ESTIMATORS, ZERO_VARIANCE_ESTIMATORS
+from vrl.protocol.config.names import FIXED_AGGREGATION, GROUP_LOSSES, VALUE_ESTIMATORS, ZERO_VARIANCE_ESTIMATORS
 from vrl.protocol.config.schema import Config
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -28,10 +28,25 @@ def losses(config: Config) -> Messages:
     estimator = config.algorithm.adv_estimator
     if estimator in VALUE_ESTIMATORS and not config.needs_critic:
         yield f"algorithm.adv_estimator={estimator} needs a critic, but critic.enable=False: set critic.enable=null"
-    if config.trainer.critic_warmup and not config.needs_critic:
+    if estimator == "grpo_passk" and config.actor_rollout_ref.rollout.n == 1:
         yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic, which "
-            f"algorithm.adv_estimator={estimator} does not use: set critic_warmup=0"
+            f"algorithm.adv_estimator=grpo_passk compares the best sample of a prompt with the second best, but "
+            f"{_N}=1: set n=8, for example"
+        )
+
+
+def critic_warmup(config: Config) -> Messages:
+    """Steps in which the critic learns alone."""
+    trainer, steps = config.trainer, config.trainer.total_training_steps
+    if trainer.critic_warmup and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} needs a critic, which "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} does not use: set critic_warmup=0"
+        )
+    elif steps is not None and trainer.critic_warmup >= steps and not trainer.val_only:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} is all of trainer.total_training_steps={steps}, so that "
+            f"the policy never learns: set critic_warmup={steps // 10}, for example"
         )
 
 
@@ -135,11 +150,6 @@ def rewards(config: Config) -> Messages:
         )
     if "overlong_buffer_cfg" in config.reward_model.reward_kwargs:
         yield "reward_model.reward_kwargs.overlong_buffer_cfg: write reward_model.overlong_buffer"
-    if buffer.enable and config.algorithm.adv_estimator == "remax":
-        yield (
-            "reward_model.overlong_buffer.enable=True shapes the scores of samples, not of remax's greedy baseline: "
-            "set it to False or take another algorithm.adv_estimator"
-        )
 
 
 def gdpo(config: Config) -> Messages:
@@ -158,10 +168,27 @@ def gdpo(config: Config) -> Messages:
             "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys: name the parts of the score that the "
             "reward function returns beside it, algorithm.gdpo_reward_keys=[accuracy,format]"
         )
+    reward, parts = config.reward_model, "algorithm.adv_estimator=gdpo compares the parts of the score, so"
     if algorithm.use_kl_in_reward:
         yield (
-            "algorithm.adv_estimator=gdpo compares the parts of the score, so algorithm.use_kl_in_reward=True has no "
-            f"effect: set it to False, {_ACTOR}.use_kl_loss=True is possible"
+            f"{parts} algorithm.use_kl_in_reward=True has no effect: set it to False, {_ACTOR}.use_kl_loss=True is "
+            "possible"
+        )
+    if reward.overlong_buffer.enable:
+        yield f"{parts} reward_model.overlong_buffer.enable=True has no effect: set it to False"
+    if reward.reward_clip is not None:
+        yield f"{parts} reward_model.reward_clip={reward.reward_clip} has no effect: set it to null"
+    if not reward.enable:
+        return
+    if "rm_score" not in keys:
+        yield (
+            f"{parts} reward_model.enable=True has no effect unless its score is one of them: add rm_score to "
+            "algorithm.gdpo_reward_keys, or set enable=False"
+        )
+    if reward.weight != 1 or reward.rule_weight not in (0, 1):
+        yield (
+            f"{parts} reward_model.weight={reward.weight} and rule_weight={reward.rule_weight} have no effect: set "
+            "them to 1.0 (rule_weight=0 for no reward function) and give algorithm.gdpo_reward_weights"
         )
 
 
@@ -203,6 +230,12 @@ def reward_model_warnings(config: Config) -> Messages:
 def warnings(config: Config) -> Messages:
     """What has no use, or counts twice."""
     loss, algorithm = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm
+    mode, fixed = config.actor_rollout_ref.actor.loss_agg_mode, FIXED_AGGREGATION.get(loss)
+    if fixed is not None and mode not in (fixed, Config().actor_rollout_ref.actor.loss_agg_mode):
+        yield (
+            f"{_ACTOR}.loss_agg_mode={mode} holds for entropy and KL only: policy_loss.loss_mode={loss} is defined "
+            f"with {fixed}; set loss_agg_mode={fixed}"
+        )
     if loss not in GROUP_LOSSES:
         return
     if config.needs_critic:

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from vrl.protocol.config.learner import CriticModelConfig
+from vrl.protocol.config.learner import CriticModelConfig, RefConfig
 from vrl.protocol.config.model import ModelConfig
 from vrl.protocol.config.schema import Config
 
@@ -58,10 +59,11 @@ def reference(config: Config) -> Messages:
     if not config.reference_is_base:
         return
     policy = config.actor_rollout_ref
-    if policy.ref != Config().actor_rollout_ref.ref:
+    ref = replace(policy.ref, log_prob_micro_batch_size_per_gpu=None, log_prob_max_token_len_per_gpu=None)
+    if ref != RefConfig():
         yield (
-            "actor_rollout_ref.ref: without effect, with LoRA the reference is the actor's model without its adapter "
-            "and runs with the actor's settings"
+            "actor_rollout_ref.ref: without effect but for log_prob_*, with LoRA the reference is the actor's model "
+            "without its adapter and runs with the actor's settings"
         )
     if policy.model.lora_adapter_path:
         yield (

@@ -4,6 +4,8 @@ The things themselves are in registries of other layers, which import torch; `te
 Here they are known at once: a mistyped name is refused before anything is made.
 """
 
+from collections.abc import Mapping
+
 ADV_ESTIMATORS = (
     *("gae", "bi_level_gae", "remax", "reinforce_plus_plus"),
     *("grpo", "grpo_passk", "grpo_turn", "gdpo", "gigpo"),
@@ -20,6 +22,8 @@ POLICY_LOSSES = (
     *("vanilla", "gspo", "sapo", "geo_mean", "cispo", "clip_cov", "kl_cov"),
     *("dppo_tv", "dppo_kl", "dro", "gpg", "reinforce", "tba", "dpo"),
 )
+_ROW_MEANS = ("gspo", "sapo", "geo_mean", "tba", "dpo")
+FIXED_AGGREGATION: Mapping[str, str] = dict.fromkeys(_ROW_MEANS, "seq-mean-token-mean")  # whatever loss_agg_mode says
 GROUP_LOSSES = frozenset({"tba", "dpo"})  # over whole groups and against the reference
 
 LOSS_AGG_MODES = (

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import final
 
-from vrl.protocol.config import algorithm_rules, checkpoint_rules, lora_rules, package_rules, pool_rules
+from vrl.protocol.config import (
+    algorithm_rules,
+    checkpoint_rules,
+    learner_rules,
+    lora_rules,
+    package_rules,
+    pool_rules,
+)
 from vrl.protocol.config.names import (
     ADV_ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -130,30 +137,6 @@ def _batch(config: Config) -> Messages:
             )
 
 
-def _micro_batches(config: Config) -> Messages:
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
-        return
-    if config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None:
-        yield (
-            f"{_ACTOR}.use_dynamic_bsz=False needs {_ACTOR}.ppo_micro_batch_size_per_gpu: "
-            "give a number of rows, or set use_dynamic_bsz=True"
-        )
-
-
-def _shared_prompts(config: Config) -> Messages:
-    if not config.actor_rollout_ref.actor.use_prefix_grouper:
-        return
-    models = [(_MODEL, config.actor_rollout_ref.model.override_config)]
-    models += [("critic.model", config.critic.model.override_config)] if config.needs_critic else []
-    for section, override in models:
-        attention = override.get("attn_implementation", "varlen")
-        if attention not in ("varlen", "flash_attention_2"):
-            yield (
-                f"{section}.override_config.attn_implementation={attention} cannot look back into a prompt that rows "
-                f"share: leave it out, or set {_ACTOR}.use_prefix_grouper=False"
-            )
-
-
 def _engine(config: Config) -> Messages:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
@@ -237,13 +220,14 @@ ERROR_RULES: tuple[Callable[[Config], Messages], ...] = (
     _names,
     _files,
     _batch,
-    _micro_batches,
-    _shared_prompts,
+    learner_rules.micro_batches,
+    learner_rules.attention,
     pool_rules.parallel,
     _engine,
     _lengths,
     _sampling,
     algorithm_rules.losses,
+    algorithm_rules.critic_warmup,
     algorithm_rules.rewards,
     algorithm_rules.reward_model,
     algorithm_rules.gdpo,
@@ -303,33 +287,6 @@ def _group_warnings(config: Config) -> Messages:
         yield f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are both on: the KL counts twice, one is usual"
 
 
-def _size_warnings(config: Config) -> Messages:
-    actor = config.actor_rollout_ref.actor
-    if config.rows_per_step < config.data_parallel_size:
-        yield (
-            f"data.train_batch_size={config.data.train_batch_size} * rollout.n={config.actor_rollout_ref.rollout.n} = "
-            f"{config.rows_per_step} rows a step leave some of {config.data_parallel_size} ranks idle"
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    budgets = {
-        f"{_ACTOR}.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
-    }
-    if config.needs_critic:
-        budgets["critic.ppo_max_token_len_per_gpu"] = (
-            config.critic_token_budget * config.critic.ulysses_sequence_parallel_size
-        )
-    for key, budget in budgets.items():
-        if actor.use_dynamic_bsz and budget < longest:
-            yield f"{key}: a row can have {longest} tokens, above the budget of {budget}; such a row is processed alone"
-    if actor.use_prefix_grouper and config.actor_rollout_ref.rollout.n == 1:
-        yield f"{_ACTOR}.use_prefix_grouper=True has no effect with rollout.n=1: no two rows have the same prompt"
-    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
-        yield (
-            f"{_ACTOR}.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} has no effect: "
-            f"use_dynamic_bsz=True cuts micro-batches by ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"
-        )
-
-
 def _effect_warnings(config: Config) -> Messages:
     defaults = Config()
     for key in WITHOUT_EFFECT:
@@ -361,6 +318,12 @@ def _run_warnings(config: Config) -> Messages:
         yield f"trainer.nnodes={trainer.nnodes}: start a Ray cluster first and set ray_kwargs.ray_init.address=auto"
     if trainer.val_before_train and not config.data.val_files:
         yield "data.val_files is empty: nothing is evaluated"
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.n > 1 and val.effective_temperature == 0:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n={val.n} with do_sample={val.do_sample} and temperature={val.temperature} gives "
+            f"{val.n} times the same greedy answer: set do_sample=True and temperature=1.0, or n=1"
+        )
     correction = config.algorithm.rollout_correction
     cap = correction.rollout_is_threshold
     if correction.rollout_is is not None and isinstance(cap, float) and cap < 1:
@@ -377,7 +340,7 @@ WARNING_RULES: tuple[Callable[[Config], Messages], ...] = (
     algorithm_rules.reward_model_warnings,
     algorithm_rules.warnings,
     pool_rules.warnings,
-    _size_warnings,
+    learner_rules.size_warnings,
     _effect_warnings,
     _agent_warnings,
     _run_warnings,

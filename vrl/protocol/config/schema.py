@@ -207,6 +207,23 @@ class Config:
         return ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
 
     @property
+    def log_prob_rows(self) -> int | None:
+        """Rows a micro-batch when the actor computes old log-probs by rows."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.log_prob_micro_batch_size_per_gpu or self.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+
+    @property
+    def ref_rows(self) -> int | None:
+        """Rows a micro-batch of the reference, where rows are counted."""
+        ref = self.actor_rollout_ref.ref
+        return ref.log_prob_micro_batch_size_per_gpu or self.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+
+    @property
+    def critic_rows(self) -> int | None:
+        """Rows a micro-batch of the critic, where rows are counted."""
+        return self.critic.ppo_micro_batch_size_per_gpu or self.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+
+    @property
     def reward_model_token_budget(self) -> int:
         """Tokens a micro-batch and rank of the reward model."""
         actor = self.actor_rollout_ref.actor
