@@ -1,11 +1,13 @@
-"""Tiny model folders for the tests of the workers."""
+"""Tiny model folders and a group of one rank for the tests of the workers."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.workers.rig import build_tiny
+from tests.workers.rig import build_tiny, free_port, place_of
+from vrl.workers import process
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return built[kind]
 
     return folder
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process the only rank of a group; leave the environment as it was found."""
+    before = dict(os.environ)
+    process.start(place_of(0, 1, free_port()))
+    yield
+    process.stop()
+    os.environ.clear()
+    os.environ.update(before)

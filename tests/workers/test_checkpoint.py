@@ -1,7 +1,6 @@
 """Checkpoints of older versions: what still fits is loaded, what does not is refused in one line."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.workers.invariance import WHOLE, Way
 from tests.workers.learner_process import learner_of
-from tests.workers.rig import config_of, context_of, free_port, place_of
+from tests.workers.rig import config_of, context_of
 from vrl.models.loading import load_policy
 from vrl.protocol.errors import DataError
-from vrl.workers import checkpoint, process
+from vrl.workers import checkpoint
 from vrl.workers.building import BuildContext
 from vrl.workers.learner import Learner
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_rank")]
 
 ADAPTED = Way(name="adapter", adapter="beside")
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    before = dict(os.environ)
-    process.start(place_of(0, 1, free_port()))
-    yield
-    process.stop()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
