@@ -23,6 +23,7 @@ from vrl.workers.learner import Learner
 
 _FITS = "fits"
 _MODULUS = 2**31 - 1  # sums of such numbers over all ranks stay exact in 64 bits
+_KERNEL = ("foreach", "fused")  # which of torch's kernels steps: as is best on this machine, not as in the checkpoint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,12 +45,15 @@ def load(folder: Path, learner: Learner) -> None:
     with learner.offload.loaded():
         _check_fit(folder, learner.module)
     assert learner.stepper is not None
+    optimizer = learner.stepper.optimizer
     with learner.offload.loaded(optimizer=True):
         state = _state(learner)
         _read(folder, state)
+        for group, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+            group |= {name: own[name] for name in _KERNEL if name in own}
         set_state_dict(
             learner.module,
-            learner.stepper.optimizer,
+            optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=False),  # frozen ones stay; all others were read, or it would have failed
