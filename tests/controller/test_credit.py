@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
+from vrl.controller.corrections import Corrections, corrections
 from vrl.controller.credit import Advantage, OverlongPenalty, RewardClip, Rewards, reward_shaping, state_ids
 from vrl.controller.data_metrics import data_metrics, row_sums
+from vrl.controller.run import advantage_of
 from vrl.protocol.columns import (
     ADVANTAGES,
     LOSS_MASK,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
     SUM_PI_SQUARED,
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
@@ -22,7 +25,7 @@ from vrl.protocol.config.builder import build
 from vrl.protocol.dataproto import DataProto, Meta
 from vrl.protocol.ragged import Ragged
 from vrl.protocol.rows import batch_of
-from vrl.protocol.trajectory import Trajectory
+from vrl.protocol.trajectory import StopReason, Trajectory
 
 OFF = AlgorithmConfig()
 
@@ -168,3 +171,84 @@ def test_squared_probabilities_reach_the_estimator(trajectory: Callable[..., Tra
     found = Advantage(get_advantage("optimal_token_baseline"), AdvantageParams())(batch).ragged(ADVANTAGES).values
     baseline = 0.5 / (0.5 + 0.875)  # weights are 1 - 2 pi + sum of squares
     assert found[mask.values].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
+
+
+def two_policies(trajectory: Callable[..., Trajectory]) -> DataProto:
+    """Return a group of rows of one sampled token that gets 1, 0 and 3, with pi / mu of 2, 1 and 4; the last is cut."""
+    rows = [
+        trajectory("u0", turns=(1,), score=1.0),
+        trajectory("u0", turns=(1,), score=0.0),
+        trajectory("u0", turns=(1,), score=3.0, stop_reason=StopReason.LENGTH),
+    ]
+    batch = batch_of(rows, None, Meta())
+    mask = batch.ragged(LOSS_MASK)
+
+    def sampled_only(values: list[float]) -> Ragged:
+        return Ragged(torch.where(mask.values, torch.tensor(values).repeat_interleave(mask.lengths), 0.0), mask.offsets)
+
+    return batch.with_columns(
+        **{
+            TOKEN_LEVEL_REWARDS: batch.ragged(TOKEN_LEVEL_SCORES),
+            OLD_LOG_PROBS: sampled_only([-0.6931471805599453] * 3),
+            ROLLOUT_LOG_PROBS: sampled_only(torch.tensor([0.25, 0.5, 0.125]).log().tolist()),
+            SUM_PI_SQUARED: sampled_only([0.5, 0.875, 0.75]),
+        }
+    )
+
+
+def otb(**settings: object) -> tuple[Advantage, Corrections]:
+    algorithm = {"adv_estimator": "optimal_token_baseline", **settings}
+    config = build({"algorithm": algorithm})
+    return advantage_of(config), corrections(config.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios"),
+    [
+        ({}, (1.0, 1.0, 1.0)),
+        ({"rollout_is": "token", "rollout_is_threshold": 3.0}, (2.0, 1.0, 3.0)),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 9.0}, (2.0, 1.0, 4.0)),
+        ({"rollout_is": "token", "rollout_is_threshold": "0.5_3.0"}, (2.0, 1.0, 0.0)),
+        ({"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True}, (2.0, 1.0, 3.0)),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, (1.0, 1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_the_baseline_is_weighed_by_the_importance_of_every_sampled_token(
+    trajectory: Callable[..., Trajectory], settings: dict[str, object], ratios: tuple[float, ...]
+):
+    batch = two_policies(trajectory)
+    advantage, _ = otb(rollout_correction=settings, mask_truncated_completions=True)
+    norms = [weight * ratio**2 for weight, ratio in zip((0.5, 0.875, 0.75), ratios, strict=True)]
+    baseline = (1.0 * norms[0] + 3.0 * norms[2]) / sum(norms)
+    found = advantage(batch).ragged(ADVANTAGES).values[batch.ragged(LOSS_MASK).values]
+    assert found.tolist() == pytest.approx([1.0 - baseline, -baseline, 3.0 - baseline], rel=1e-5)
+
+
+def test_what_is_rejected_or_cut_leaves_the_loss_and_not_the_baseline(trajectory: Callable[..., Trajectory]):
+    weighed = {"rollout_is": "token", "rollout_is_threshold": 3.0}
+    rejecting = {**weighed, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
+    batch = two_policies(trajectory)
+    plain, _ = otb(rollout_correction=weighed)
+    advantage, correct = otb(rollout_correction=rejecting)
+    assert torch.equal(advantage(batch).ragged(ADVANTAGES).values, plain(batch).ragged(ADVANTAGES).values)
+    learnt, metrics = correct(batch.union(advantage(batch)))
+    assert [int(row.sum()) for row in learnt.ragged(LOSS_MASK).to_rows()] == [1, 1, 0]
+    assert metrics == correct(batch)[1]
+
+
+def test_a_ratio_that_is_no_number_stays_out_of_the_baseline_of_its_group(trajectory: Callable[..., Trajectory]):
+    batch = two_policies(trajectory)
+    rollout = batch.ragged(ROLLOUT_LOG_PROBS)
+    broken = rollout.values.clone()
+    broken[-1] = float("nan")
+    batch = batch.with_columns(**{ROLLOUT_LOG_PROBS: Ragged(broken, rollout.offsets)})
+    advantage, _ = otb(rollout_correction={"rollout_is": "token", "rollout_is_threshold": 3.0})
+    found = advantage(batch).ragged(ADVANTAGES).values[batch.ragged(LOSS_MASK).values]
+    baseline = 2.0 / (2.0 + 0.875)
+    assert found.tolist() == pytest.approx([1.0 - baseline, -baseline, 3.0 - baseline], rel=1e-5)
+
+
+def test_weights_are_computed_for_the_estimator_that_reads_them_only():
+    settings = {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}}
+    assert advantage_of(build({"algorithm": settings})).correction is None

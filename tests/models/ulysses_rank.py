@@ -178,13 +178,23 @@ def compare_model(model: nn.Module, whole: PackedBatch, sliced: PackedBatch, seq
         torch.testing.assert_close(grad, wanted_grads[name], rtol=1e-5, atol=max(1e-5 * scale, 1e-7), msg=name)
 
 
+def check_image_on_the_border(folder: str, rows: list[Row], sequence: SequenceGroup) -> None:
+    """An image begins in the first rank's slice and ends in the second's, also where prompts are computed once."""
+    shared = _sharing(folder, _batch(folder, [*rows, *rows], None)).compact
+    assert shared is not None
+    for packed in (_batch(folder, rows, None), shared.batch):
+        border = sequence.share(len(packed.input_ids))
+        assert (packed.input_ids[border - 1 : border + 1] == load_renderer(folder).image_token).all()
+
+
 def check_models(text: str, vision: str, sequence: SequenceGroup) -> None:
     plain: list[Row] = [("how many cells are there", []), ("no", []), ("count the blue cells " * 3, [])]
     images: list[Row] = [
-        ("which colour", []),
-        ("<image> which colour", [_png(60, 90)]),
+        ("how many cells are there", []),
         ("<image> or <image>", [_png(84, 56), _png(30, 200)]),
+        ("<image> which colour", [_png(60, 90)]),
     ]
+    check_image_on_the_border(vision, images, sequence)
     for folder, batches in ((text, [plain]), (vision, [images, plain])):
         for load in (load_policy, load_value_model):
             model = load(folder, torch.float32, gradient_checkpointing=True)

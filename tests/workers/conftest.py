@@ -1,4 +1,4 @@
-"""Tiny model folders for the tests of the workers."""
+"""Tiny model folders and a group of one rank for the tests of the workers."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -36,6 +36,9 @@ class Way:
     padded: bool = False
     share_prompts: bool = False
     adapter: str = ""  # LoRA "beside" the weights, or "merged" into them
+    dtype: str = "auto"  # of computation
+    mode: str = "token-mean"  # how the loss is aggregated
+    first_rows: int | None = None  # so many of the rows; None: all
     compared_with: str = "packed, one rank, one micro-batch"
 
 
@@ -83,6 +86,11 @@ GROUPS = (
     Way(name="2 groups of 2 ranks that share sequences", world=4, shared_by=2),
     Way(name="2 groups of 2 ranks, one without a row", world=4, first_rank=0, shared_by=2),
     Way(name="4 ranks, hybrid sharding (fsdp_size 2)", world=4, fsdp_size=2),
+)
+FIVE = Way(name="5 rows", first_rows=5, mode="seq-mean-token-mean")
+FEW = (  # an even cut gives one of the ranks 2 rows and the others 1
+    FIVE,
+    Way(name="5 rows on 4 ranks", world=4, first_rows=5, mode="seq-mean-token-mean", compared_with=FIVE.name),
 )
 Measured = Mapping[str, dict[str, Any]]
 

@@ -92,7 +92,7 @@ def learner_of(context: BuildContext, load: Callable[..., Any], way: Way) -> Lea
     if way.padded:
         model = PaddedPolicy(model) if load is load_policy else PaddedValue(model)
     else:
-        sharded(model, blocks_of(model), FsdpConfig(fsdp_size=way.fsdp_size), context)
+        sharded(model, blocks_of(model), FsdpConfig(fsdp_size=way.fsdp_size, dtype=way.dtype), context)
     limits = BatchLimits(max_tokens=way.max_tokens, rows=way.rows)
     step = stepper(model, actor.optim, 1.0, 10)
     learn = learner(model, context, limits, step, Residence(activations=way.offload), way.shared_by, way.share_prompts)
@@ -118,12 +118,12 @@ def adapted(model: Any, path: str, load: Callable[..., Any], merged: bool) -> An
     return plain
 
 
-def objective_of(context: BuildContext) -> PolicyObjective:
+def objective_of(context: BuildContext, mode: str = "token-mean") -> PolicyObjective:
     return PolicyObjective(
         loss=get_policy_loss("vanilla"),
         params=LossParams(),
         sampling=SamplingDistribution(temperature=0.8, banned_ids=context.renderer.banned_ids, chunk_tokens=7),
-        mode="token-mean",
+        mode=mode,
         norm_length=None,
         entropy_coeff=0.01,
         kl_coef=0.1,
@@ -148,7 +148,7 @@ def per_token(columns: list[Ragged], names: tuple[str, ...], shared_by: int) -> 
 def measure_critic(context: BuildContext, mine: DataProto, members: list[int], way: Way) -> dict[str, Any]:
     learner = learner_of(context, load_value_model, way)
     columns, _ = learner.infer(mine, lambda module, packed, rows: [module(packed)])
-    objective = ValueObjective(cliprange_value=0.5, mode="token-mean", norm_length=None)
+    objective = ValueObjective(cliprange_value=0.5, mode=way.mode, norm_length=None)
     metrics = learner.update(mine, [members], objective)
     found = {"critic/vf_loss": metrics["critic/vf_loss"], "critic/grad_norm": metrics["grad_norm"]}
     return found | per_token(columns, ("values",), way.shared_by)
@@ -165,8 +165,9 @@ def measure(context: BuildContext, batch: DataProto, way: Way) -> dict[str, Any]
     # Two parts at most: neighbouring ranks that share sequences hold the same one.
     place, parts = dist.get_rank() // way.shared_by, dist.get_world_size() // way.shared_by
     learner = learner_of(context, load_policy, way)
+    batch = batch.rows(slice(way.first_rows))
     mine = batch.rows(share_of(len(batch), place, parts, way))
-    objective = objective_of(context)
+    objective = objective_of(context, way.mode)
 
     def run(module, packed, rows):
         outputs = module(packed, positions=rows.ragged(LOSS_MASK).values, want=Extra.ENTROPY)

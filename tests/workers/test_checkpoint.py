@@ -30,8 +30,10 @@ def context(tiny_folder: Callable[[str], Path]) -> BuildContext:
 
 
 def written_by_an_older_version(learner: Learner, folder: Path, **counters: int) -> None:
-    """Write what the first version wrote: all weights, the optimizer and counters."""
+    """Write what the first version wrote: all weights, the optimizer (of another kernel) and counters."""
     assert learner.stepper is not None
+    for group in learner.stepper.optimizer.param_groups:
+        group |= {"foreach": True, "fused": None}
     model, optimizer = get_state_dict(learner.module, learner.stepper.optimizer)
     state_dict_saver.save({"model": model, "optimizer": optimizer, "counters": counters}, checkpoint_id=str(folder))
 
@@ -49,6 +51,8 @@ def test_a_model_that_learns_as_a_whole_takes_what_it_was_before_adapters(contex
     checkpoint.load(tmp_path / "actor", new)
     assert torch.equal(weights(new), weights(old))
     assert (new.steps_taken, new.skipped_steps) == (7, 1)
+    assert new.stepper is not None
+    assert [group["fused"] for group in new.stepper.optimizer.param_groups] == [True]
 
 
 def test_a_model_with_a_frozen_part_does_not(context: BuildContext, tmp_path: Path):

@@ -168,6 +168,19 @@ def rollout_correction(
 
 
 @torch.no_grad()
+def importance_weights(
+    old_log_probs: Float[Tensor, " T"],
+    rollout_log_probs: Float[Tensor, " T"],
+    mask: Bool[Tensor, " T"],
+    offsets: Int64[Tensor, " B1"],
+    params: RolloutCorrectionParams,
+) -> Float[Tensor, " T"]:
+    """The weights that `rollout_correction` gives under `params`, whose `rollout_is` is set; nothing else of it."""
+    weights, _ = _importance_weights(_log_ratio(old_log_probs, rollout_log_probs, mask), mask, offsets, params)
+    return weights.to(torch.promote_types(old_log_probs.dtype, torch.float32))
+
+
+@torch.no_grad()
 def mismatch_metrics(
     old_log_probs: Float[Tensor, " T"],
     rollout_log_probs: Float[Tensor, " T"],

@@ -16,6 +16,7 @@ from vrl.algorithms.advantages.registry import (
 )
 from vrl.algorithms.kl import AdaptiveKl, FixedKl, kl_estimate, kl_in_reward, sequence_mean_kl
 from vrl.algorithms.reward_shaping import clip_rewards, overlong_penalty
+from vrl.algorithms.rollout_correction import RolloutCorrectionParams, importance_weights
 from vrl.controller.data_metrics import row_sums
 from vrl.controller.score_parts import score_parts
 from vrl.protocol.columns import (
@@ -27,6 +28,7 @@ from vrl.protocol.columns import (
     REF_LOG_PROBS,
     RETURNS,
     REWARD_BASELINES,
+    ROLLOUT_LOG_PROBS,
     SUM_PI_SQUARED,
     TOKEN_LEVEL_REWARDS,
     TOKEN_LEVEL_SCORES,
@@ -158,6 +160,7 @@ class Advantage:
     estimator: AdvantageEstimator
     params: AdvantageParams
     reward_keys: Sequence[str] = ()  # parts of the score to hand over
+    correction: RolloutCorrectionParams | None = None  # whose importance weights to hand over
 
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the advantages and returns columns."""
@@ -174,6 +177,7 @@ class Advantage:
             state_ids=state_ids(batch) if self.estimator.needs_state_ids else None,
             old_log_probs=_tokens(batch, OLD_LOG_PROBS),
             sum_pi_squared=_tokens(batch, SUM_PI_SQUARED),
+            rollout_is_weights=None if self.correction is None else _weights(batch, self.correction),
         )
         outputs = self.estimator(inputs, self.params)
         return DataProto(
@@ -186,6 +190,16 @@ class Advantage:
 
 def _tokens(batch: DataProto, name: str) -> Tensor | None:
     return batch.ragged(name).values if name in batch else None
+
+
+def _weights(batch: DataProto, params: RolloutCorrectionParams) -> Tensor:
+    """Return the importance weights `[T]` of all sampled tokens, rows that are cut or rejected later among them.
+
+    Where the ratio is not a number the weight is 0: what rejection takes out of the loss must not spoil its group.
+    """
+    mask = batch.ragged(LOSS_MASK)
+    old, rollout = batch.ragged(OLD_LOG_PROBS).values, batch.ragged(ROLLOUT_LOG_PROBS).values
+    return importance_weights(old, rollout, mask.values, mask.offsets, params).nan_to_num(nan=0.0)
 
 
 def state_ids(batch: DataProto) -> Tensor:

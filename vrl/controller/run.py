@@ -14,7 +14,7 @@ from vrl.algorithms.advantages.registry import AdvantageParams, get_advantage
 from vrl.algorithms.losses.registry import get_policy_loss
 from vrl.controller.baseline import GreedyBaseline, NoBaseline
 from vrl.controller.checkpoints import Checkpoints
-from vrl.controller.corrections import corrections, loss_columns
+from vrl.controller.corrections import correction_params, corrections, loss_columns
 from vrl.controller.credit import Advantage, Rewards, reward_shaping
 from vrl.controller.environments import Tools, checked_environments
 from vrl.controller.evaluation import Evaluation
@@ -239,7 +239,7 @@ def trainer_over(
     actor = Actor(groups["actor"])
     sampling = training_sampling(config)
     rollout = Rollout(groups["rollout"], config.num_replicas, queue, config.actor_rollout_ref.rollout.free_cache_engine)
-    advantage = _advantage(config)
+    advantage = advantage_of(config)
     roles = Roles(
         rollout=rollout,
         rollout_group=groups["rollout"],
@@ -306,7 +306,8 @@ def needs_old_log_probs(config: Config) -> bool:
     )
 
 
-def _advantage(config: Config) -> Advantage:
+def advantage_of(config: Config) -> Advantage:
+    """Return the estimator with its settings, and with those of the importance weights where it reads them."""
     algorithm = config.algorithm
     is_gigpo = algorithm.adv_estimator == "gigpo"  # whose switch has a name of its own
     by_std = algorithm.gigpo.mode == "mean_std_norm" if is_gigpo else algorithm.norm_adv_by_std_in_grpo
@@ -321,7 +322,9 @@ def _advantage(config: Config) -> Advantage:
     )
     estimator = get_advantage(algorithm.adv_estimator)
     keys = algorithm.gdpo_reward_keys if estimator.needs_reward_components else ()
-    return Advantage(estimator, params, keys)
+    correction = algorithm.rollout_correction
+    weighed = estimator.needs_sum_pi_squared and correction.rollout_is is not None
+    return Advantage(estimator, params, keys, correction_params(correction) if weighed else None)
 
 
 def plan(config: Config, steps: int) -> Plan:

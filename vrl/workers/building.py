@@ -94,7 +94,10 @@ def _optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch
         from vrl.workers.cpu_adam import ShardedCPUAdam  # noqa: PLC0415  (DeepSpeed is optional)
 
         return ShardedCPUAdam(parameters, **settings)
-    return torch.optim.AdamW(parameters, **settings, foreach=True)
+    # On a CPU the fused kernel goes through memory once, and `foreach` once an operation. On a GPU it would keep the
+    # counters of steps there.
+    on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    return torch.optim.AdamW(parameters, **settings, fused=on_host, foreach=not on_host)
 
 
 def schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
