@@ -106,7 +106,7 @@ def mixed_cells(runner: LocalRunner, cells: int) -> dict[str, int]:
 def state(runner: LocalRunner | None = None) -> dict[str, int]:
     """Return what could grow: descendants, open files, files, memory of this program and of the sandbox in MiB."""
     own = psutil.Process()
-    sandbox = 0 if runner is None else usage_of(runner.process_ids()[0], 10_000).private_bytes >> 20
+    sandbox = 0 if runner is None else usage_of(runner.process_ids()[0], 10_000).memory_bytes >> 20
     return {
         "processes": len(own.children(recursive=True)),
         "open files": own.num_fds(),

@@ -35,7 +35,8 @@ class InProcessSession:
                 exec(compile(code, "<cell>", "exec"), self._scope)
             except BaseException:  # noqa: BLE001 - whatever code does
                 error = "\n".join(traceback.format_exc().splitlines()[-1:])
-        return CellResult(output=printed.getvalue(), error=error, images=tuple(self._shown), seconds=0.01)
+        seconds = self._runner.cell_seconds
+        return CellResult(output=printed.getvalue(), error=error, images=tuple(self._shown), seconds=seconds)
 
     def close(self) -> None:
         self._runner.open_sessions -= 1
@@ -43,8 +44,9 @@ class InProcessSession:
 
 @final
 class InProcessRunner:
-    def __init__(self) -> None:
+    def __init__(self, cell_seconds: float = 0.01) -> None:
         self.open_sessions = 0
+        self.cell_seconds = cell_seconds  # what a cell is said to have taken
 
     def session(self, images: Sequence[bytes] = ()) -> InProcessSession:
         return InProcessSession(self, images)

@@ -159,7 +159,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
         turns = [parse(text) for parse in (parse_tool_calls, parse_fenced_code, parse_code_tags)]
         answer = last_answer(text)
         results = [episode.step(text) for episode in episodes]
-        read_observation(text.replace("<image>", ""), TextLimit())
+        read_observation(text, TextLimit())
         seconds = time.process_time() - start
         assert seconds < TURN_SECONDS, (seconds, text[:2000])
         assert all(isinstance(turn, ParsedTurn) for turn in turns)

@@ -78,7 +78,10 @@ def test_environments_report_shares_and_times(trajectory: Make):
 
     rows = [
         trajectory(
-            "u0", turns=(2, 2), turn_rewards=(0.5, 0.0), turn_info=(info(1.0, malformed=True, note="x"), info(3.0))
+            "u0",
+            turns=(2, 2),
+            turn_rewards=(0.5, 0.0),
+            turn_info=(info(1.0, malformed=True, note="x", digits=10**400), info(3.0)),
         ),
         trajectory("u1", turns=(2,), turn_rewards=(0.1,), turn_info=(info(0.5, malformed=False),)),
         trajectory("u2"),
@@ -88,10 +91,17 @@ def test_environments_report_shares_and_times(trajectory: Make):
     assert (metrics["tool/seconds/mean"], metrics["tool/seconds/max"]) == (1.5, 3.0)
     assert metrics["turn_reward/mean"] == pytest.approx(0.2)
     assert metrics["num_turns/max"] == 2.0
-    assert "env/note" not in metrics
+    assert not {"env/note", "env/digits"} & set(metrics)
     assert not any(
         name.startswith(("env/", "tool/", "turn_reward/")) for name in data_metrics(batch_of(rows[2:], None, Meta()))
     )
+
+
+def test_each_part_of_the_score_has_a_mean(trajectory: Make):
+    extras = ({"format": True, "acc": 0.5, "pred": "x"}, {"format": False, "acc": 10**400}, {"format": 0.5})
+    metrics = data_metrics(batch_of([trajectory(score_extra=extra) for extra in extras], None, Meta()))
+    found = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+    assert found == {"reward/acc/mean": 0.5, "reward/format/mean": 0.5}
 
 
 def test_values_bring_the_explained_variance(batch: DataProto):

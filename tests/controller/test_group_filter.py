@@ -191,7 +191,7 @@ def test_metrics_have_verls_names(trajectory: Make):
     rows = batch_of(
         [
             trajectory("u", turns=(4,), score=1.0, score_extra={"acc": True, "format": 0.5}),
-            trajectory("u", turns=(8,), score=1.0, score_extra={"format": 0.25}),
+            trajectory("u", turns=(8,), score=1.0, score_extra={"acc": 10**400, "format": 0.25}),
         ],
         None,
         Meta(),

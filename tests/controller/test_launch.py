@@ -1,5 +1,6 @@
 """Names that settings share with the registries, roles of a run, and when old log-probs take a pass of their own."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from vrl.algorithms.advantages.registry import get_advantage, known_advantages
 from vrl.algorithms.aggregation import AGGREGATION_MODES
 from vrl.algorithms.kl import KL_ESTIMATORS
 from vrl.algorithms.losses.registry import get_policy_loss, known_policy_losses
+from vrl.controller.environments import checked_environments
 from vrl.controller.launch import check_model, check_reward_model
-from vrl.controller.run import needs_old_log_probs, plan, role_names, run_length, total_steps
+from vrl.controller.run import load_data, needs_old_log_probs, plan, role_names, run_length, started, total_steps
 from vrl.data.dataset import load_rows
 from vrl.data.loader import PromptLoader
+from vrl.models.renderer import load_renderer
 from vrl.models.tiny import build_tiny_model
 from vrl.protocol.config import names
 from vrl.protocol.config.builder import build
-from vrl.protocol.errors import ConfigError
+from vrl.protocol.config.schema import Config
+from vrl.protocol.errors import ConfigError, DataError
 from vrl.workers.host import RunLength
 
 ONE_UPDATE = {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
@@ -63,6 +67,51 @@ def test_losses_against_the_reference_bring_one(mode: str):
 )
 def test_one_update_gives_its_own_old_log_probs_unless_the_driver_wants_them(changes: dict[str, Any], wanted: bool):
     assert needs_old_log_probs(build({**ONE_UPDATE, **changes})) is wanted
+
+
+def config_of(folder: Path, train: str, test: str, **settings: Any) -> Config:
+    """Settings over a tiny model and two files, of a row of each data source in the texts."""
+    policy = folder / "policy"
+    if not policy.exists():
+        build_tiny_model("qwen2", policy, ["what is 3 + 4", "the answer"], seed=1)
+    for name, sources in (("train", train), ("test", test)):
+        message = {"role": "user", "content": "what is 3 + 4"}
+        rows = [json.dumps({"data_source": source, "prompt": [message]}) for source in sources.split()]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    files = {"train_files": [str(folder / "train.jsonl")], "val_files": [str(folder / "test.jsonl")]}
+    model = {"path": str(policy)}
+    return build(
+        {
+            "actor_rollout_ref": {"model": model, "actor": {"ppo_mini_batch_size": 1}},
+            "data": {**files, "train_batch_size": 1},
+            **settings,
+        }
+    )
+
+
+def test_an_unknown_data_source_is_refused_before_anything_starts(tmp_path: Path):
+    config = config_of(tmp_path, "openai/gsm8k", "my/task")
+    with pytest.raises(ConfigError, match="no reward rule for data source 'my/task'"), started(config, gpus=False):
+        pass
+
+
+def test_rows_whose_reward_runs_code_are_left_out_without_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap
+    config = config_of(tmp_path, "apps openai/gsm8k", "arc taco")
+    renderer = load_renderer(config.tokenizer_path, None, None)
+    config, tools = checked_environments(config, renderer)
+    assert tools.sources_left_out == {"apps", "taco"}
+    assert "rows with data_source apps, taco are left out, their code cannot run: " in caplog.text
+    assert load_data(config, renderer, tools).data_sources == {"openai/gsm8k", "arc"}
+    parts = {"parts": [{"rule": "format"}, {"rule": "code_tests"}]}
+    function = {"path": "vrl:combined", "reward_kwargs": parts}
+    config, tools = checked_environments(
+        config_of(tmp_path, "openai/gsm8k", "arc", custom_reward_function=function), renderer
+    )
+    with pytest.raises(DataError, match="no rows without data_source arc, openai/gsm8k"):
+        load_data(config, renderer, tools)
 
 
 def test_a_reward_model_that_cannot_work_is_refused_before_anything_starts(tmp_path: Path):

@@ -39,6 +39,7 @@ def test_parts_are_read_in_the_order_of_the_keys(trajectory: Make):
         ({"accuracy": 1.0, "format": "good"}, "gave format='good', no finite number"),
         ({"accuracy": 1.0, "format": None}, "gave format=None, no finite number"),
         ({"accuracy": float("nan"), "format": 1.0}, "gave accuracy=nan, no finite number"),
+        ({"accuracy": 10**400, "format": 1.0}, "gave accuracy=1000"),
     ],
 )
 def test_a_missing_part_is_one_error_with_row_and_key(trajectory: Make, second: dict[str, Any], found: str):

@@ -132,8 +132,7 @@ def test_only_failures_leave_the_counts():
 
 
 def test_an_extra_that_is_not_always_a_number_has_no_metric():
-    metrics = validation_metrics(
-        data_sources=["a", "a"], uids=["1", "2"], scores=[1.0, 0.0], extras=[{"x": 1, "y": True}, {"x": "no"}]
-    )
+    extras = [{"x": 1, "y": True, "z": 1}, {"x": "no", "z": 10**400}]
+    metrics = validation_metrics(data_sources=["a", "a"], uids=["1", "2"], scores=[1.0, 0.0], extras=extras)
     assert metrics["val-aux/a/y/mean@1"] == 1.0
-    assert not any("/x/" in name for name in metrics)
+    assert not any("/x/" in name or "/z/" in name for name in metrics)

@@ -58,9 +58,10 @@ def test_lengths_count_visual_tokens(dataset):
 
 
 def test_the_report_says_what_and_where(dataset):
-    _, report = filter_rows(dataset, WordRenderer(), 8)
+    rows, report = filter_rows(dataset, WordRenderer(), 8)
     assert report.summary() == "2 of 7 rows kept (2 too long, 3 broken), longest prompt 17 tokens"
     assert len(report.examples) == 3
+    assert report.data_sources == frozenset(rows[i].data_source for i in range(2))
     assert report.examples[0].endswith(
         "a.parquet, row 1: the prompt (0 images) has 9 tokens, data.max_prompt_length is 8"
     )

@@ -1,11 +1,13 @@
 """Metrics of all ranks become one by the rule that stands in their name."""
 
 import math
+from fractions import Fraction
 from itertools import permutations
 
+import numpy as np
 import pytest
 
-from vrl.protocol.metrics import reduce_metrics
+from vrl.protocol.metrics import as_number, reduce_metrics
 
 NAN = math.nan
 
@@ -52,3 +54,15 @@ def test_nothing_in_nothing_out_and_inputs_unchanged() -> None:
     parts = [{"a": 1.0}, {"a": 2.0}]
     reduce_metrics(parts)
     assert parts == [{"a": 1.0}, {"a": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0), (3, 3.0), (0.5, 0.5), (Fraction(1, 4), 0.25), (np.float32(2), 2.0), (-(10**299), -1e299),
+        (10**400, None), (-1e308, None), (math.inf, None), (NAN, None), ("3", None), (None, None), ([1], None),
+        (1j, None),
+    ],
+)  # fmt: skip
+def test_a_number_is_finite_and_can_be_added_up(value: object, number: float | None):
+    assert as_number(value) == number

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vrl.algorithms.metrics import equal_group_share, explained_variance
+from vrl.controller.score_parts import part_metrics
 from vrl.controller.turn_metrics import turn_metrics
 from vrl.protocol.balance import unit_sums
 from vrl.protocol.columns import (
@@ -54,7 +55,7 @@ _SAMPLED = {ADVANTAGES: "critic/advantages", RETURNS: "critic/returns", VALUES: 
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Return scores, rewards, advantages, lengths, turns, stop reasons and mismatch of a step's rows.
+    """Return scores and their parts, rewards, advantages, lengths, turns, stop reasons and mismatch of a step's rows.
 
     Columns that the batch lacks have no metrics, nor have environments that no row had. `response_length` counts all
     tokens after the prompt, observations included; `num_turns` counts the model's turns; `training/retried_rows` are
@@ -78,7 +79,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     if VALUES in batch and RETURNS in batch:
         values, returns = batch.ragged(VALUES).values, batch.ragged(RETURNS).values
         out["critic/vf_explained_var"] = explained_variance(values, returns, mask)
-    return out | _length_metrics(batch) | turn_metrics(batch) | _group_metrics(batch) | _mismatch_metrics(batch)
+    out |= part_metrics(batch) | turn_metrics(batch)
+    return out | _length_metrics(batch) | _group_metrics(batch) | _mismatch_metrics(batch)
 
 
 def row_sums(batch: DataProto, column: str) -> Tensor:

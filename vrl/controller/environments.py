@@ -14,10 +14,13 @@ from vrl.agent.environments.configured import (
 )
 from vrl.agent.environments.pool import Schemas, check_environments
 from vrl.agent.environments.registry import PLAIN
+from vrl.agent.rewards.settings import runs_code
+from vrl.agent.rewards.user import built_in_rule
 from vrl.agent.sandbox.runner import probe
-from vrl.data.dataset import used_environments
+from vrl.data.dataset import used_data_sources, used_environments
 from vrl.models.renderer import HFRenderer
 from vrl.protocol.config.schema import Config
+from vrl.workers.rollout import reward_spec
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,10 +28,14 @@ _LOG = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """Which environments rows may use: their function schemas, and those whose rows are left out here."""
+    """Which environments rows may use: their function schemas, and those whose rows are left out here.
+
+    Rows are left out by data source, too, where the reward would run code that cannot run.
+    """
 
     schemas: Schemas = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
+    sources_left_out: frozenset[str] = frozenset()
 
 
 def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, Tools]:
@@ -47,12 +54,12 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
     config = with_built_in(config, used)
     for message in settings_without_effect(config):
         _LOG.warning("%s", message)
-    left_out = _without_sandbox(config, used)
+    left_out, sources = _without_sandbox(config, used, list(dict.fromkeys([*trained, *config.data.val_files])))
     if left_out:
         config = _without(config, left_out)
     spec = environment_spec(config)
     if not spec.kinds:
-        return config, Tools(left_out=left_out)
+        return config, Tools(left_out=left_out, sources_left_out=sources)
     renderer.check_turns(observation_roles(config))
     if not named and set(spec.kinds) != {PLAIN} and config.actor_rollout_ref.rollout.agent.max_turns == 1:
         _LOG.warning(
@@ -68,7 +75,7 @@ def checked_environments(config: Config, renderer: HFRenderer) -> tuple[Config, 
             "of the data and set config.show_schemas=False in its entry, or take a model whose template has them",
             ", ".join(hidden),
         )
-    return config, Tools(schemas=schemas, left_out=left_out)
+    return config, Tools(schemas=schemas, left_out=left_out, sources_left_out=sources)
 
 
 def _shows(renderer: HFRenderer, schemas: Sequence[Mapping[str, Any]]) -> bool:
@@ -77,14 +84,31 @@ def _shows(renderer: HFRenderer, schemas: Sequence[Mapping[str, Any]]) -> bool:
     return renderer.render(question, schemas) != renderer.render(question)
 
 
-def _without_sandbox(config: Config, used: Collection[str]) -> frozenset[str]:
-    """Return the environments in use whose code cannot run here."""
+def _without_sandbox(
+    config: Config, used: Collection[str], scored: Sequence[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the environments in use, and the data sources of the files `scored`, whose code cannot run here."""
     need = running_code(config).intersection(used)
-    reason = probe(config.actor_rollout_ref.rollout.multi_turn.sandbox) if need else None
+    sources = _sources_running_code(config, scored)
+    reason = probe(config.actor_rollout_ref.rollout.multi_turn.sandbox) if need or sources else None
     if reason is None:
+        return frozenset(), frozenset()
+    for column, names in (("env_name", need), (config.data.reward_fn_key, sources)):
+        if names:
+            _LOG.warning(
+                "rows with %s %s are left out, their code cannot run: %s", column, ", ".join(sorted(names)), reason
+            )
+    return frozenset(need), sources
+
+
+def _sources_running_code(config: Config, files: Sequence[str]) -> frozenset[str]:
+    """Return the data sources whose reward runs code: all or none where one function scores every row."""
+    spec = reward_spec(config)
+    rule = built_in_rule(spec)
+    if not config.scores_by_rule or not files or (spec.function_path is not None and rule is None):
         return frozenset()
-    _LOG.warning("rows with env_name %s are left out, their code cannot run: %s", ", ".join(sorted(need)), reason)
-    return frozenset(need)
+    used = used_data_sources(files, config.data.reward_fn_key)
+    return frozenset(source for source in used if runs_code(rule or source, spec.function_kwargs))
 
 
 def _without(config: Config, names: Collection[str]) -> Config:

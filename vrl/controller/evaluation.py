@@ -11,6 +11,7 @@ from vrl.controller.rollout_files import RolloutFiles
 from vrl.controller.tracking import Sample
 from vrl.controller.validation_metrics import validation_metrics
 from vrl.protocol.columns import DATA_SOURCE, PROMPT_TEXT, RESPONSE_TEXT, SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
+from vrl.protocol.errors import RewardError
 from vrl.protocol.trajectory import Prompt, Sampling
 
 
@@ -27,13 +28,17 @@ class Evaluation:
     reward: Scores = field(default_factory=NoRewardModel)
 
     def run(self, rollout: Rollout, step: int) -> dict[str, float]:
-        """Return `val-core/*`, `val-aux/*` and the seconds it took."""
+        """Return `val-core/*`, `val-aux/*` and the seconds it took.
+
+        Raises RewardError when no episode has a score.
+        """
         if not self.prompts:
             return {}
         begin = time.perf_counter()
         # The step is left out of the seeds: the same weights give the same answers whenever they are asked.
         generated = self.reward.score(rollout.generate(self.prompts, self.sampling, 0))
         self.files.write(generated, step)
+        check_scored(generated)
         self.show(_samples(generated), step)
         metrics = _metrics(generated)
         if self.greedy_beside and not self.sampling.greedy:
@@ -45,6 +50,15 @@ class Evaluation:
         metrics["training/failed_val_rows"] = float(len(generated.failed))
         metrics["timing_s/testing"] = time.perf_counter() - begin
         return metrics
+
+
+def check_scored(generated: Generated) -> None:
+    """Raise RewardError when there were episodes, and all of them failed: without a score nothing was evaluated."""
+    if len(generated.failed) and not len(generated.rows):
+        raise RewardError(
+            f"all {len(generated.failed)} episodes of the evaluation failed outside the model; the first: "
+            f"{generated.failed.objects[SCORE_EXTRA][0].get('failure')}"
+        )
 
 
 def _samples(generated: Generated) -> list[Sample]:

@@ -19,6 +19,7 @@ from vrl.controller.score_parts import score_parts
 from vrl.protocol.columns import SCORE_EXTRA, TOKEN_LEVEL_SCORES, UID
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto, concat
+from vrl.protocol.metrics import as_number
 from vrl.protocol.trajectory import Prompt, Sampling
 
 _LOG = logging.getLogger(__name__)
@@ -196,9 +197,10 @@ def row_metric(name: str | None, shaping: Sequence[Shaping]) -> Metric:
 
 
 def _accuracy(rows: DataProto) -> Tensor:
-    found = [extra.get("acc") for extra in rows.objects[SCORE_EXTRA]]
+    """Return `acc` of each row, or its score where the reward gave no such number."""
+    found = [as_number(extra.get("acc")) for extra in rows.objects[SCORE_EXTRA]]
     scores = row_sums(rows, TOKEN_LEVEL_SCORES).tolist()
-    values = [score if acc is None else float(acc) for acc, score in zip(found, scores, strict=True)]
+    values = [score if acc is None else acc for acc, score in zip(found, scores, strict=True)]
     return torch.tensor(values, dtype=torch.float64)
 
 

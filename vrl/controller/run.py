@@ -42,7 +42,7 @@ from vrl.controller.trainer import MiniBatches, Outputs, Plan, Roles, Trainer
 from vrl.controller.warm_start import warm_started
 from vrl.controller.worker_group import WorkerGroup, start_ray
 from vrl.data.dataset import RowDataset, load_rows
-from vrl.data.filtering import filter_rows, overlong_policy
+from vrl.data.filtering import FilterReport, filter_rows, overlong_policy
 from vrl.data.loader import PromptLoader, ordered_batches
 from vrl.data.prompts import ColumnNames
 from vrl.models.renderer import HFRenderer, load_renderer
@@ -63,6 +63,7 @@ class RunData:
     loader: PromptLoader
     validation: list[Prompt]
     most_images: int  # images of the row that has most
+    data_sources: frozenset[str]
 
 
 def load_data(config: Config, renderer: HFRenderer, tools: Tools | None = None) -> RunData:
@@ -72,20 +73,21 @@ def load_data(config: Config, renderer: HFRenderer, tools: Tools | None = None) 
     """
     data, tools = config.data, tools or Tools()
     validation: list[Prompt] = []
-    most_images = 0
+    most_images, sources = 0, frozenset[str]()
     if data.val_files:
-        rows, most_images = _rows(config, renderer, tools, data.val_files, "held-out")
+        rows, report = _rows(config, renderer, tools, data.val_files, "held-out")
         validation = next(ordered_batches(rows))
+        most_images, sources = report.most_images, report.data_sources
         if config.trainer.val_only:  # no step draws prompts: training rows, which may be many, are not looked at
-            return RunData(PromptLoader(rows, 1), validation, most_images)
-    train, images = _rows(config, renderer, tools, data.train_files, "training")
+            return RunData(PromptLoader(rows, 1), validation, most_images, sources)
+    train, report = _rows(config, renderer, tools, data.train_files, "training")
     loader = PromptLoader(train, config.prompts_per_draw, seed=config.data_seed, shuffle=data.shuffle)
-    return RunData(loader, validation, max(most_images, images))
+    return RunData(loader, validation, max(most_images, report.most_images), sources | report.data_sources)
 
 
 def _rows(
     config: Config, renderer: HFRenderer, tools: Tools, files: tuple[str, ...], what: str
-) -> tuple[RowDataset, int]:
+) -> tuple[RowDataset, FilterReport]:
     data = config.data
     limit = data.train_max_samples if what == "training" else data.val_max_samples
     columns = ColumnNames(prompt=data.prompt_key, image=data.image_key, data_source=data.reward_fn_key)
@@ -96,6 +98,7 @@ def _rows(
         seed=config.data_seed,
         env_names=[*tools.schemas, *tools.left_out],
         left_out=tools.left_out,
+        sources_left_out=tools.sources_left_out,
     )
     rows, report = filter_rows(
         rows,
@@ -107,7 +110,7 @@ def _rows(
         tools=tools.schemas,
     )
     _LOG.info("%s rows: %s", what, report.summary())
-    return rows, report.most_images
+    return rows, report
 
 
 def with_image_limit(config: Config, most_images: int) -> Config:
@@ -173,7 +176,7 @@ def started(config: Config, gpus: bool) -> Iterator[Started]:
     data = load_data(config, renderer, tools)
     config = with_image_limit(config, data.most_images)
     if config.scores_by_rule:
-        check_rewards(reward_spec(config))
+        check_rewards(replace(reward_spec(config), data_sources=tuple(sorted(data.data_sources))))
     if config.reward_model.enable:
         check_text_only(config, data.most_images)
     start_ray(config, gpus)

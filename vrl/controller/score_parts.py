@@ -1,6 +1,9 @@
-"""The parts of each row's score, as numbers: what reward functions return beside it. `credit.Advantage` calls it."""
+"""The parts of each row's score, as numbers: what reward functions return beside it.
 
-import math
+`credit.Advantage` and `data_metrics` call it.
+"""
+
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from vrl.protocol.columns import DATA_SOURCE, SAMPLE_INDEX, SCORE_EXTRA, UID
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.errors import RewardError
+from vrl.protocol.metrics import as_number
 
 
 def score_parts(batch: DataProto, keys: Sequence[str], setting: str = "algorithm.gdpo_reward_keys") -> Tensor:
@@ -19,15 +23,21 @@ def score_parts(batch: DataProto, keys: Sequence[str], setting: str = "algorithm
     setting that asks for it.
     """
     extras: list[Mapping[str, Any]] = batch.objects[SCORE_EXTRA].tolist()
-    rows = [[_number(extra.get(key)) for key in keys] for extra in extras]
+    rows = [[as_number(extra.get(key)) for key in keys] for extra in extras]
     for row, numbers in enumerate(rows):
         if None in numbers:
             raise RewardError(_message(batch, row, keys[numbers.index(None)], setting))
     return torch.tensor(rows, dtype=torch.float64).reshape(len(batch), len(keys))
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def part_metrics(batch: DataProto) -> dict[str, float]:
+    """Return `reward/<part>/mean` for everything beside the scores that is a number: over the rows that have it."""
+    numbers: dict[str, list[float]] = {}
+    for extra in batch.objects[SCORE_EXTRA]:
+        for name, value in extra.items():
+            if (number := as_number(value)) is not None:
+                numbers.setdefault(name, []).append(number)
+    return {f"reward/{name}/mean": statistics.fmean(values) for name, values in sorted(numbers.items())}
 
 
 def _message(batch: DataProto, row: int, key: str, setting: str) -> str:

@@ -213,14 +213,10 @@ class Trainer:
 
     def _usable(self, generated: Generated) -> DataProto:
         """Return the rows to train on; too many failures end the run with the first cause."""
-        failed = len(generated.failed)
-        total = failed + len(generated.rows) + len(generated.dropped)
         self.outputs.rollout_files.write_beside(all_rows(generated), self.global_step)
-        if failed and (self.plan.stop_on_reward_failure or failed > self.plan.max_failed_ratio * total):
-            raise RewardError(
-                f"step {self.global_step}: {failed} of {total} episodes failed outside the model; the first: "
-                f"{generated.failed.objects['score_extra'][0].get('failure')}"
-            )
+        check_failures(
+            generated, self.global_step, 0.0 if self.plan.stop_on_reward_failure else self.plan.max_failed_ratio
+        )
         return generated.rows
 
     def _without_samples(self, generated: Generated, timer: Timers) -> dict[str, float]:
@@ -272,3 +268,14 @@ class Trainer:
     def learners(self) -> tuple[Actor, Values]:
         """Return the roles whose weights a checkpoint keeps."""
         return self.roles.actor, self.roles.critic
+
+
+def check_failures(generated: Generated, step: int, max_failed_ratio: float) -> None:
+    """Raise RewardError when more than this share of a step's episodes failed outside the model."""
+    failed = len(generated.failed)
+    total = failed + len(generated.rows) + len(generated.dropped)
+    if failed > max_failed_ratio * total:
+        raise RewardError(
+            f"step {step}: {failed} of {total} episodes failed outside the model; the first: "
+            f"{generated.failed.objects['score_extra'][0].get('failure')}"
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 from vrl.protocol.columns import TURN_INFO, TURN_REWARDS
 from vrl.protocol.dataproto import DataProto
+from vrl.protocol.metrics import as_number
 
 _SECONDS = {"tool_seconds": "tool/seconds", "queue_seconds": "tool/queue_seconds"}
 
@@ -35,7 +36,7 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _numbers(info: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(k, float(v)) for k, v in info.items() if isinstance(v, int | float) and math.isfinite(v)]
+    return [(name, number) for name, value in info.items() if (number := as_number(value)) is not None]
 
 
 def _mean(values: list[float]) -> float:

@@ -8,11 +8,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from vrl.protocol.metrics import as_number
 
 _CORE_METRICS = ("mean", "maj", "best")
 
@@ -85,9 +86,10 @@ def _variables(
     names = sorted({name for row in scored for name in extras[row]} - {"reward"})
     out: dict[str, dict[int, float]] = {"reward": scored} if scored else {}
     for name in names:
-        values = {row: extras[row][name] for row in scored if name in extras[row]}
-        if all(isinstance(value, Real) for value in values.values()):
-            out[name] = {row: float(value) for row, value in values.items()}
+        values = {row: as_number(extras[row][name]) for row in scored if name in extras[row]}
+        found = {row: value for row, value in values.items() if value is not None}
+        if len(found) == len(values):
+            out[name] = found
     return out
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from vrl.data.files import Table, open_table
-from vrl.data.prompts import ColumnNames, env_name_of, to_prompt
+from vrl.data.prompts import ColumnNames, data_source_of, env_name_of, to_prompt
 from vrl.protocol.errors import DataError
 from vrl.protocol.trajectory import Prompt
 
@@ -68,6 +68,7 @@ def load_rows(
     seed: int | None = None,
     env_names: Collection[str] | None = None,
     left_out: Collection[str] = (),
+    sources_left_out: Collection[str] = (),
 ) -> RowDataset:
     """Open files and check what can be checked without reading every row.
 
@@ -78,6 +79,7 @@ def load_rows(
         seed: draws the kept rows at random; None keeps the first ones.
         env_names: environments that exist; None skips the check.
         left_out: environments whose rows are not taken.
+        sources_left_out: data sources whose rows are not taken.
 
     Raises:
         DataError: a missing or unreadable file, no prompt column, no rows, a file named twice, an unknown environment.
@@ -91,10 +93,11 @@ def load_rows(
     rows = [
         (number, row, row_id)
         for number, (table, name) in enumerate(zip(tables, _names(paths), strict=True))
-        for row, row_id in _taken(table, _row_ids(table, name), left_out)
+        for row, row_id in _taken(table, _row_ids(table, name), columns, left_out, sources_left_out)
     ]
     if not rows:
         without = f" without env_name {', '.join(sorted(left_out))}" if left_out else ""
+        without += f" without {columns.data_source} {', '.join(sorted(sources_left_out))}" if sources_left_out else ""
         raise DataError(f"{', '.join(map(str, paths))}: no rows{without}")
     if max_samples == 0 or max_samples < -1:
         raise DataError(f"max_samples={max_samples}: give the number of rows to keep, or -1 for all {len(rows)}")
@@ -109,14 +112,26 @@ def used_environments(files: str | Path | Sequence[str | Path]) -> set[str]:
     return {name for path in _paths(files) for name in _env_names(open_table(path)) if name is not None}
 
 
-def _taken(table: Table, row_ids: Sequence[str], left_out: Collection[str]) -> list[tuple[int, str]]:
-    if not left_out:
-        return list(enumerate(row_ids))
-    return [
-        (row, row_id)
-        for row, (row_id, name) in enumerate(zip(row_ids, _env_names(table), strict=True))
-        if name not in left_out
-    ]
+def used_data_sources(files: str | Path | Sequence[str | Path], column: str) -> set[str]:
+    """Return the data sources of rows of these files. Raises DataError as `load_rows` does for files."""
+    return {source for path in _paths(files) for source in _data_sources(open_table(path), column)}
+
+
+def _taken(
+    table: Table,
+    row_ids: Sequence[str],
+    columns: ColumnNames,
+    left_out: Collection[str],
+    sources_left_out: Collection[str],
+) -> list[tuple[int, str]]:
+    rows = list(enumerate(row_ids))
+    if left_out:
+        names = _env_names(table)
+        rows = [(row, row_id) for row, row_id in rows if names[row] not in left_out]
+    if sources_left_out:
+        sources = _data_sources(table, columns.data_source)
+        rows = [(row, row_id) for row, row_id in rows if sources[row] not in sources_left_out]
+    return rows
 
 
 def _paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -166,6 +181,10 @@ def _require_known(table: Table, env_names: Collection[str]) -> None:
             f"{table.path}, row {row}: env_name '{name}' is unknown ({len(unknown)} such rows); known: "
             f"{', '.join(sorted(env_names)) or 'none'}; register it, or leave the cell empty for a plain row"
         )
+
+
+def _data_sources(table: Table, column: str) -> list[str]:
+    return [data_source_of(cell) for cell in table.values(column)]
 
 
 def _env_names(table: Table) -> list[Any]:

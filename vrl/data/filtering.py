@@ -33,6 +33,7 @@ class FilterReport:
     longest: int  # tokens of the longest prompt seen, images expanded
     most_images: int  # images of the kept row that has most
     examples: tuple[str, ...]  # messages of the first rows left out
+    data_sources: frozenset[str]  # of the kept rows
 
     @property
     def total(self) -> int:
@@ -80,6 +81,7 @@ def filter_rows(
     """
     kept: list[int] = []
     faults: list[str] = []
+    sources: set[str] = set()
     broken = cut = longest = most_images = 0
     for index, row in enumerate(_measured(dataset, renderer, workers, tools or {})):
         if isinstance(row, DataError):
@@ -90,6 +92,7 @@ def filter_rows(
         fits = row.length <= max_prompt_length
         if fits or (overlong == "cut" and not row.images):
             kept.append(index)
+            sources.add(row.data_source)
             cut += not fits
             most_images = max(most_images, row.images)
         else:
@@ -103,6 +106,7 @@ def filter_rows(
         longest=longest,
         most_images=most_images,
         examples=tuple(faults[:_EXAMPLES]),
+        data_sources=frozenset(sources),
     )
     _refuse(report, overlong, bad_row)
     return dataset.select(kept), report
@@ -129,6 +133,7 @@ def truncate(ids: Sequence[int], max_length: int, truncation: Truncation) -> lis
 class _Measured:
     length: int
     images: int
+    data_source: str
 
 
 def _measured(dataset: RowDataset, renderer: Renderer, workers: int, tools: Tools) -> Iterator[_Measured | DataError]:
@@ -151,7 +156,7 @@ def _measure(dataset: RowDataset, renderer: Renderer, tools: Tools, index: int) 
         ids = renderer.expand(renderer.render(prompt.messages, schemas), prompt.images)
     except DataError as error:
         return DataError(f"{dataset.where(index)}: {error}")
-    return _Measured(len(ids), len(prompt.images))
+    return _Measured(len(ids), len(prompt.images), prompt.data_source)
 
 
 def _refuse(report: FilterReport, overlong: Overlong, bad_row: BadRow) -> None:

@@ -37,13 +37,12 @@ def to_prompt(row: Mapping[str, Any], names: ColumnNames, folder: Path, row_id: 
             raise DataError(f"column '{name}' is not empty; vrl reads text and images, drop these rows or the column")
     reward_model = _mapping(row.get("reward_model"), "reward_model")
     extra_info = _mapping(row.get("extra_info"), "extra_info")
-    source = row.get(names.data_source)
     return Prompt(
         row_id=row_id,
         uid=row_id,
         messages=messages,
         images=images,
-        data_source="unknown" if is_missing(source) else str(source),
+        data_source=data_source_of(row.get(names.data_source)),
         ground_truth=reward_model.get("ground_truth"),
         extra_info=_other_columns(row, names, reward_model) | extra_info,
         env_name=env_name_of(row.get("env_name")),
@@ -54,6 +53,11 @@ def to_prompt(row: Mapping[str, Any], names: ColumnNames, folder: Path, row_id: 
 def env_name_of(cell: Any) -> str | None:
     """Return the environment a row names; None, NaN and empty text mean a plain single-turn row."""
     return None if is_missing(cell) else str(cell)
+
+
+def data_source_of(cell: Any) -> str:
+    """Return what chooses the reward of a row; "unknown" for None, NaN and empty text."""
+    return "unknown" if is_missing(cell) else str(cell)
 
 
 def _other_columns(row: Mapping[str, Any], names: ColumnNames, reward_model: Mapping[str, Any]) -> dict[str, Any]:

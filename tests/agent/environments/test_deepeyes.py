@@ -84,6 +84,8 @@ def test_a_class_that_cannot_be_made_is_a_bad_setting() -> None:
         ("<|im_end|>\n<|im_start|>tool\na<|im_end|><|im_start|>tool\nb<|im_end|>", [("tool", "a"), ("tool", "b")]),
         ([{"role": "tool", "content": "x"}], [("tool", "x")]),
         ({"prompt": "p"}, [("user", "p")]),
+        ("Invalid action: <image>", [("user", "Invalid action: <image >")]),
+        ([{"role": "tool", "content": "no <image>"}], [("tool", "no <image >")]),
     ],
 )
 def test_forms_of_observations(observation: Any, messages: Any) -> None:
@@ -104,6 +106,8 @@ def test_marks_and_images_agree() -> None:
     assert read_observation(with_images, TextLimit()) is not None
     with pytest.raises(ValueError, match="3 marks <image> for 2 images"):
         read_observation({"prompt": "<image><image><image>", **with_images}, TextLimit())
+    with pytest.raises(ValueError, match="1 marks <image> for 0 images"):
+        read_observation([{"role": "user", "content": [{"type": "image"}]}], TextLimit())
 
 
 def test_an_image_that_cannot_be_read_becomes_a_text() -> None:

@@ -13,7 +13,7 @@ from vrl.agent.rewards.code_tests import last_code, read_tests, run_tests, same_
 from vrl.agent.rewards.registry import find_rule
 from vrl.agent.rewards.types import RewardSpec
 from vrl.protocol.config.sandbox import SandboxConfig
-from vrl.protocol.errors import ConfigError
+from vrl.protocol.errors import ConfigError, SandboxError
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +120,32 @@ def test_outputs_compare_by_words_and_by_value() -> None:
 
 
 def test_code_that_takes_too_long_keeps_what_it_has_passed(runner: InProcessRunner) -> None:
-    """Each cell of this runner counts 0.01 s; after three of them no other test is begun."""
-    assert run_tests(runner, PROGRAM, read_tests(STDIN), seconds=0.015) == 2
-    assert run_tests(runner, FUNCTION, read_tests(CALLS), seconds=0.015) == 2
-    provide_code_runner(lambda: runner, 0.005)
+    """Each cell counts 10 s here; after two of them no other test is begun."""
+    runner.cell_seconds = 10.0
+    assert run_tests(runner, PROGRAM, read_tests(STDIN), seconds=15.0) == 2
+    assert run_tests(runner, FUNCTION, read_tests(CALLS), seconds=15.0) == 2
+    provide_code_runner(lambda: runner, 5.0)
     assert score(PROGRAM, STDIN, continuous=True)["score"] == pytest.approx(1 / 3)
     assert score(PROGRAM, STDIN)["score"] == 0.0
+
+
+def test_a_sandbox_that_takes_too_long_is_no_fault_of_the_code(runner: InProcessRunner) -> None:
+    """By its own account each cell ran 0.01 s, of the 0.02 s that it may; the answer takes longer than twice that."""
+    slow = f"import time\ntime.sleep(0.04)\n{PROGRAM}"
+    with pytest.raises(
+        SandboxError, match=r"took 0\..* s for 1 of 3 tests that ran 0.0 s; raise reward_model\.timeout"
+    ):
+        run_tests(runner, slow, read_tests(STDIN), seconds=0.02)
+    assert run_tests(runner, slow, read_tests({"inputs": ["1 2"], "outputs": ["3"]}), seconds=0.02) == 1  # it is done
+
+
+def test_a_share_looks_at_ten_tests_the_rest_at_all() -> None:
+    many = {"inputs": [f"{n} 1" for n in range(12)], "outputs": [f"{n + 1}" for n in range(12)]}
+    wrong = "a, b = map(int, input().split())\nprint(a + b if a < 11 else 0)"
+    assert score(wrong, many)["score"] == 0.0
+    assert score(wrong, many, continuous=True)["score"] == 1.0
+    assert score(wrong, many, continuous=True, max_tests=12)["score"] == pytest.approx(11 / 12)
+    assert score(wrong, many, max_tests=3)["score"] == 1.0
 
 
 def test_the_sandbox_of_rules_fits_in_their_time_limit() -> None:
@@ -143,7 +163,8 @@ def test_tests_that_are_none() -> None:
             read_tests(truth)
     with pytest.raises(ValueError, match="not int"):
         read_tests(3)
-    assert len(read_tests({"inputs": ["1"] * 99, "outputs": ["1"] * 99})) == 10
+    many = {"inputs": ["1"] * 99, "outputs": ["1"] * 99}
+    assert (len(read_tests(many)), len(read_tests(many, 10))) == (99, 10)
 
 
 def test_without_a_sandbox_it_says_so() -> None:

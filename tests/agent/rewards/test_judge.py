@@ -85,6 +85,14 @@ def test_equal_questions_are_asked_once(url: str, tmp_path: Path) -> None:
     assert len(Server.asked) == 3
 
 
+def test_a_process_remembers_the_replies_used_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vrl.agent.rewards.judge._MAX_KNOWN", 2)
+    judge = Judge(settings(url))
+    for answer, asked in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4), ("c", 5)):
+        judge.score("q", "t", answer)
+        assert len(Server.asked) == asked, answer
+
+
 def test_retries_and_what_is_not_retried(url: str) -> None:
     judge = Judge(settings(url, max_retries=2))
     Server.codes = [503, 429]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -179,3 +180,18 @@ def test_the_same_score_in_a_thread_and_in_a_task() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         assert call() == threads.submit(call).result() == asyncio.run(in_a_task()) == 2
+
+
+def test_an_answer_that_keeps_sympy_busy_is_wrong_in_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = find_rule("lighteval/MATH")
+    monkeypatch.setattr("vrl.agent.rewards.boxed._MAX_SYMBOLIC_SECONDS", 0.3)
+    endless = r"\boxed{(a+b+c+d+e+f+g+h)^9}"  # has minutes of terms
+
+    def call() -> float:
+        return rule(data_source="", solution_str=endless, ground_truth="(a+b)^2")
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        assert call() == threads.submit(call).result() == 0.0
+    assert time.monotonic() - begin < 10
+    assert rule(data_source="", solution_str=r"\boxed{b^2+2ab+a^2}", ground_truth="(a+b)^2") == 1.0

@@ -220,6 +220,14 @@ MEMORY = (
         lost=True,
         slow=True,
     ),
+    Attack(
+        "shared memory of many processes",
+        "import mmap, os, time\nfor n in range(9):\n    if os.fork() == 0:\n        m = mmap.mmap(-1, 96 << 20)\n"
+        "        m[::4096] = bytes(96 << 8)\n        time.sleep(9)\ntime.sleep(0.4)",
+        "MemoryError.*lost",
+        lost=True,
+        slow=True,
+    ),
     Attack("recursion", "def f(): f()\nf()", "RecursionError", slow=True),
     Attack("parentheses", "(" * 5000, "too many nested parentheses|MemoryError"),
     Attack("flood of lines", "while True: print('y' * 40000)", "printed far too much", lost=True, slow=True),

@@ -1,7 +1,8 @@
 """A small server that speaks Sandbox Fusion's protocol and runs the code, for the tests of the client.
 
 It answers POST /run_code and /run_jupyter with the field names of bytedance/SandboxFusion. `failures` is what it does
-wrong first: HTTP status codes, "cut" (ends the connection) or "sandbox" (its own error status).
+wrong first: HTTP status codes, "cut" (ends the connection), "sandbox" (its own error status), "slow" (answers late) or
+"no clock" (late, and without saying how long the code ran).
 """
 
 import base64
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, final
 
+LATE_SECONDS = 0.2
 KERNEL = """
 import ast, base64, contextlib, io, json, sys
 from PIL import Image
@@ -81,6 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer: dict[str, Any] = {"status": "SandboxError", "message": "no pod is free"}
         else:
             answer = run_jupyter(body) if self.path == "/run_jupyter" else run_code(body)
+        if failure in ("slow", "no clock"):
+            time.sleep(LATE_SECONDS)
+        if failure == "no clock":
+            answer.get("run_result", answer.get("driver", {})).pop("execution_time")
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -93,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def command(program: str, seconds: float, folder: str, standard_input: str = "") -> dict[str, Any]:
+    began = time.monotonic()
     try:
         done = subprocess.run(
             [sys.executable, "-c", program],
@@ -111,7 +118,13 @@ def command(program: str, seconds: float, folder: str, standard_input: str = "")
             "stdout": "",
             "stderr": "",
         }
-    return {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+    return {
+        "status": "Finished",
+        "execution_time": time.monotonic() - began,
+        "return_code": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+    }
 
 
 def run_code(body: dict[str, Any]) -> dict[str, Any]:

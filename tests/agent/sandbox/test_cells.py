@@ -2,6 +2,7 @@
 
 import io
 import threading
+import tracemalloc
 
 import numpy
 import PIL.Image
@@ -244,3 +245,14 @@ def test_a_cell_of_absurd_length_is_refused(session: LocalSession):
     assert "200000 characters" in (session.run("#" * 200_001).error or "")
     assert "source code string cannot contain null bytes" in (session.run("a\0b").error or "")
     assert "surrogates not allowed" in (session.run("'\ud800'").error or "")
+
+
+def test_a_flood_does_not_grow_this_process(session: LocalSession):
+    tracemalloc.start()
+    try:
+        result = session.run("import os\nwhile True: os.write(1, bytes(1 << 20))")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "printed far too much" in (result.error or "") or "TimeoutError" in (result.error or "")
+    assert peak < 4 << 20

@@ -1,6 +1,7 @@
 """The client of a Sandbox Fusion server, against a server that runs code."""
 
 import io
+import time
 from itertools import pairwise
 
 import PIL.Image
@@ -8,7 +9,7 @@ import pytest
 
 from tests.agent.broken_server import BROKEN, broken_server
 from tests.agent.sandbox.conftest import odd_images
-from tests.agent.sandbox.fusion_server import FusionServer, serving
+from tests.agent.sandbox.fusion_server import LATE_SECONDS, FusionServer, serving
 from vrl.agent.sandbox.fusion import FusionRunner
 from vrl.agent.sandbox.runner import probe
 from vrl.agent.tools.pictures import open_picture
@@ -116,6 +117,31 @@ def test_requests_keep_to_the_rate():
         for _ in range(3):
             runner.run_program("1")
         assert server.requests[-1][0] - server.requests[0][0] >= 0.38
+
+
+@pytest.mark.parametrize(
+    ("failures", "waited"), [(("slow",), LATE_SECONDS), ((503,), 0.3), (("no clock",), 0.0), ((503, "no clock"), 0.3)]
+)
+def test_time_is_what_the_code_takes_without_the_server(failures: tuple[int | str, ...], waited: float):
+    """Without the server's own clock it is what the answer takes, without tries that failed."""
+    with serving() as server:
+        runner = FusionRunner(config_of(server), first_pause_seconds=0.3)
+        for run in (runner.run_program, runner.session().run):
+            server.failures = list(failures)
+            began = time.monotonic()
+            result = run("print(1)")
+            assert (result.output, result.error) == ("1\n", None)
+            assert result.seconds >= (LATE_SECONDS if "no clock" in failures else 0.001)
+            assert time.monotonic() - began - result.seconds >= waited
+
+
+def test_a_cell_does_not_count_the_cells_before_it():
+    with serving() as server:
+        session = runner_of(server).session()
+        first = session.run("import time; time.sleep(0.5)")
+        assert first.seconds >= 0.5
+        assert session.run("print(1)").seconds < first.seconds - 0.3  # though the server has slept again
+        assert len(server.requests[-1][2]["cells"]) == 2
 
 
 def test_the_probe_asks_the_server():

@@ -117,8 +117,9 @@ def read_observation(observation: Any, limit: TextLimit) -> Observation | None:
 
     A text may bring the chat template's own marks (`<|im_end|>\\n<|im_start|>user\\n...`): they are read as messages.
     A mapping has `prompt` (text) or `chat` (messages), and `multi_modal_data` with `image`. Images without a mark
-    stand before the text of the first message, as in DeepEyes; one that cannot be read becomes a text. The text of a
-    message is cut to `limit`. Raises ValueError when there are more marks than images.
+    stand before the text of the first message, as in DeepEyes; one that cannot be read becomes a text. Without images a
+    mark in a text is part of it: tools repeat what a model wrote. The text of a message is cut to `limit`. Raises
+    ValueError when there are more marks than images.
     """
     images: list[bytes] = []
     faults: dict[int, str] = {}
@@ -134,7 +135,11 @@ def read_observation(observation: Any, limit: TextLimit) -> Observation | None:
         if not images and not faults:
             return None
         observation = IMAGE_MARK * (len(images) + len(faults))
-    messages = _read_text(observation) if isinstance(observation, str) else [_message(item) for item in observation]
+    written = _as_it_is if images or faults else plain_text
+    if isinstance(observation, str):
+        messages = _read_text(written(observation))
+    else:
+        messages = [_message(item, written) for item in observation]
     if not messages:
         return None
     marked = _with_marks(messages, len(images) + len(faults))
@@ -159,9 +164,15 @@ def _spoken(content: str) -> str:
     return content.replace(_TURN_END, "").strip()
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _as_it_is(text: str) -> str:
+    return text
+
+
+def _message(message: Mapping[str, Any], written: Callable[[str], str]) -> dict[str, Any]:
     content = message["content"]
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        content = written(content)
+    else:
         parts = (
             IMAGE_MARK if part.get("type") in ("image", "image_url") else plain_text(part["text"]) for part in content
         )

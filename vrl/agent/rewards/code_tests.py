@@ -7,6 +7,7 @@ compared here, so that it cannot claim to have passed.
 import json
 import math
 import secrets
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from vrl.agent.parsers.types import CodeCell
 from vrl.agent.rewards.code_runner import code_runner, code_seconds
 from vrl.agent.rewards.registry import register_reward
 from vrl.agent.sandbox.types import ProgramRunner
+from vrl.protocol.errors import SandboxError
 
-_MAX_TESTS = 10
+_MAX_TESTS_FOR_A_SHARE = 10
+_WAIT = 1.8  # times the seconds that code may run: what its tests may take with all waiting for the sandbox
 # Cells that run in the sandbox. Each gives back the streams it changes: the next cell may have others.
 _QUIET = """\
 import io as _io, json as _json, sys as _sys
@@ -68,8 +71,8 @@ class TestCases:
         return len(self.stdin) + len(self.calls) + len(self.asserts)
 
 
-def read_tests(ground_truth: Any, most: int = _MAX_TESTS) -> TestCases:
-    """Return the tests of a ground truth, at most so many of them.
+def read_tests(ground_truth: Any, most: int | None = None) -> TestCases:
+    """Return the tests of a ground truth, at most so many of them; None is all.
 
     Known forms, as mappings or JSON: `{"inputs", "outputs"}` with or without `"fn_name"` (APPS, TACO, codecontests), a
     list of `{"input", "output"}`, with `"testtype": "functional"` for calls (LiveCodeBench), and asserts as
@@ -121,28 +124,38 @@ def run_tests(
     """Return how many tests the code passes. Each program has an interpreter of its own; the rest share one.
 
     Once the code has run for so many `seconds` it passes no more: a slow program is the model's fault, and must not
-    take the time limit of the whole reward.
+    take the time limit of the whole reward. Raises SandboxError when it is the sandbox that takes so long.
     """
     outcomes = _programs(runner, code, tests) if tests.stdin else _functions(runner, code, tests)
-    passed = 0
+    passed, ran, began = 0, 0.0, time.monotonic()
     with closing(outcomes):  # it closes its interpreter
-        for outcome, took in outcomes:
+        for number, (outcome, took) in enumerate(outcomes, 1):
             passed += outcome
-            seconds -= took
-            if seconds <= 0 or (stop_at_failure and not outcome):
+            ran += took
+            if ran >= seconds or number == len(tests) or (stop_at_failure and not outcome):
                 break
+            waited = time.monotonic() - began
+            if waited > _WAIT * seconds:
+                raise SandboxError(
+                    f"the code sandbox took {waited:.1f} s for {number} of {len(tests)} tests that ran {ran:.1f} s; "
+                    "raise reward_model.timeout, or set max_tests in reward_kwargs"
+                )
     return passed
 
 
 @register_reward("code_tests", "codecontests", "apps", "codeforces", "taco")
 def compute_score(
-    *, solution_str: str, ground_truth: Any, continuous: bool = False, max_tests: int = _MAX_TESTS, **_: Any
+    *, solution_str: str, ground_truth: Any, continuous: bool = False, max_tests: int | None = None, **_: Any
 ) -> dict[str, float]:
     """Return 1 when the last code of the response passes all tests, else 0; with `continuous` the share it passes.
 
-    Beside it `acc` (all passed) and `has_code`. Tests that are not reached in half of `reward_model.timeout` are not
-    passed. Raises ValueError for a ground truth that holds no tests.
+    Only the first `max_tests` are looked at: by default all, with `continuous`, where one that fails does not end it,
+    the first ten. Beside the score stand `acc` (all passed) and `has_code`. Tests that are not reached while the code
+    runs for half of `reward_model.timeout` are not passed. Raises ValueError for a ground truth that holds no tests,
+    SandboxError when the sandbox does not answer in time.
     """
+    if max_tests is None and continuous:
+        max_tests = _MAX_TESTS_FOR_A_SHARE
     tests = read_tests(ground_truth, max_tests)
     code = last_code(solution_str)
     if code is None:

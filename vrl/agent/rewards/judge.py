@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ _RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _SLOT: Final = re.compile(r"\{(question|ground_truth|answer)\}")
 _MAX_CHARACTERS: Final = 4000  # of each part of the question
 _MAX_REPLY_BYTES: Final = 1_000_000
+_MAX_KNOWN: Final = 10_000  # replies that a process remembers
 
 
 @final
@@ -50,7 +52,7 @@ class JudgeSettings:
     timeout: float = 20.0  # seconds a request
     max_retries: int = 4
     max_tokens: int = 64  # of the reply
-    cache_dir: str | None = None  # folder of replies, shared by processes and runs; null: in this process only
+    cache_dir: str | None = None  # folder of replies, shared by processes and runs; null: the latest, in this process
 
 
 @final
@@ -64,7 +66,7 @@ class Judge:
                 f"{settings.base_url!r} and {settings.requests_per_second}"
             )
         self._settings = settings
-        self._known: dict[str, str] = {}
+        self._known = OrderedDict[str, str]()  # the one used last stands last
         self._lock = threading.Lock()
         self._next = 0.0
 
@@ -124,15 +126,26 @@ class Judge:
         time.sleep(turn - now)
 
     def _remembered(self, key: str) -> str | None:
-        if key not in self._known and self._settings.cache_dir is not None:
+        with self._lock:
+            known = self._known.get(key)
+        if known is None and self._settings.cache_dir is not None:
             try:
-                self._known[key] = self._file(key).read_text(encoding="utf-8")
+                known = self._file(key).read_text(encoding="utf-8")
             except OSError:
                 return None
-        return self._known.get(key)
+        if known is not None:
+            self._keep(key, known)
+        return known
+
+    def _keep(self, key: str, reply: str) -> None:
+        with self._lock:
+            self._known[key] = reply
+            self._known.move_to_end(key)
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
 
     def _remember(self, key: str, reply: str) -> None:
-        self._known[key] = reply
+        self._keep(key, reply)
         if self._settings.cache_dir is not None:
             path = self._file(key)
             path.parent.mkdir(parents=True, exist_ok=True)

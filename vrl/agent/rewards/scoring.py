@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, SupportsFloat
 
 from vrl.agent.rewards.registry import find_rule
+from vrl.agent.rewards.settings import check_rules_settings
 from vrl.agent.rewards.types import RewardFunction, RewardRequest, RewardSpec, Score
 from vrl.agent.rewards.user import load_user_function
 
@@ -17,12 +18,15 @@ _MAX_FAILURE_CHARACTERS = 4000
 def make_scorer(spec: RewardSpec) -> Callable[[RewardRequest], Score]:
     """Load the functions of `spec` and return what scores one request with them. The scorer never raises.
 
-    Raises ConfigError when a user's function cannot be loaded or a data source of `spec` has no rule.
+    Raises ConfigError when a user's function cannot be loaded, a data source of `spec` has no rule, or none of their
+    rules has a setting of that name.
     """
     function_of = _function_finder(spec)
     in_full = spec.function_path is not None
     for data_source in spec.data_sources:
         function_of(data_source)
+    if spec.data_sources and not in_full:
+        check_rules_settings(spec.data_sources, spec.function_kwargs, "custom_reward_function.reward_kwargs")
 
     def score(request: RewardRequest) -> Score:
         try:

@@ -18,8 +18,8 @@ def load_user_function(spec: RewardSpec) -> RewardFunction:
     Modules beside the file can be imported by it. Raises ConfigError with one message when the file or the name is
     missing, the import fails, or the function cannot be called with verl's arguments and `reward_kwargs`.
     """
-    if (spec.function_path or "").startswith(_BUILT_IN):
-        rule = (spec.function_path or "").removeprefix(_BUILT_IN)
+    rule = built_in_rule(spec)
+    if rule is not None:
         check_rule_settings(rule, spec.function_kwargs, "custom_reward_function.reward_kwargs")
         function = find_rule(rule)
         _check_signature(function, spec)
@@ -34,6 +34,12 @@ def load_user_function(spec: RewardSpec) -> RewardFunction:
         )
     _check_signature(function, spec)
     return function
+
+
+def built_in_rule(spec: RewardSpec) -> str | None:
+    """Return the rule that `vrl:<data source>` names for every row; None where there is none."""
+    path = spec.function_path or ""
+    return path.removeprefix(_BUILT_IN) if path.startswith(_BUILT_IN) else None
 
 
 def _check_signature(function: RewardFunction, spec: RewardSpec) -> None:

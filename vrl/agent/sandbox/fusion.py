@@ -52,8 +52,11 @@ class FusionClient:
         self._lock = threading.Lock()
         self._next_start = 0.0
 
-    def post(self, path: str, body: Json, seconds: float) -> Json:
-        """Return the server's answer. Raises SandboxError when all tries fail or the request is refused."""
+    def post(self, path: str, body: Json, seconds: float) -> tuple[Json, float]:
+        """Return the server's answer, and the seconds of the try that brought it.
+
+        Raises SandboxError when all tries fail or the request is refused.
+        """
         pause, problem = self._first_pause_seconds, ""
         for attempt in range(_TRIES):
             if attempt:
@@ -61,6 +64,7 @@ class FusionClient:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._wait_for_turn()
+            began = time.monotonic()
             try:
                 answer = self._send(path, body, seconds)
             except urllib.error.HTTPError as error:
@@ -76,7 +80,7 @@ class FusionClient:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if answer.get("status") != "SandboxError":
-                return answer
+                return answer, time.monotonic() - began
             problem = f"the server reports {str(answer.get('message'))[:500]}"
         raise SandboxError(f"the Sandbox Fusion server {self._url}{path} gives no answer: {problem}")
 
@@ -118,7 +122,6 @@ class FusionRunner:
     def run_program(self, code: str, standard_input: str = "") -> CellResult:
         """Run a whole Python program once; the error of one that fails has the last line of its standard error."""
         config = self._config
-        began = time.monotonic()
         body = {
             "code": code,
             "language": "python",
@@ -126,7 +129,7 @@ class FusionRunner:
             "run_timeout": config.cell_seconds,
             "memory_limit_MB": config.memory_mib,
         }
-        answer = self._client.post("/run_code", body, config.cell_seconds)
+        answer, waited = self._client.post("/run_code", body, config.cell_seconds)
         result = _object(answer.get("run_result"))
         output, error = _text(result.get("stdout")), None
         if result.get("status") == _TIME_OVER:
@@ -134,8 +137,8 @@ class FusionRunner:
         elif answer.get("status") != "Success":
             last_line = (_text(result.get("stderr")).strip().splitlines() or [""])[-1][: config.output_chars]
             error = f"the program ended with exit code {result.get('return_code')}: {last_line}"
-        seconds = time.monotonic() - began
-        return CellResult(output=_cut(output, config.output_chars), error=error, seconds=seconds, lost=True)
+        output = _cut(output, config.output_chars)
+        return CellResult(output=output, error=error, seconds=_run_seconds(result, waited), lost=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -153,12 +156,15 @@ class FusionSession:
         self._cells = (
             ["\n".join(["from PIL import Image as _image", "_open_image = _image.open", *loads])] if loads else []
         )
-        self._seconds = 0.0
+        self._replay_seconds = 0.0  # the last request's: start of the kernel and all cells
 
     def run(self, code: str) -> CellResult:
-        """Run a cell after those before it. Raises SandboxError when the server cannot be used."""
+        """Run a cell after those before it. Raises SandboxError when the server cannot be used.
+
+        `seconds` of the first cell has the start of the kernel in it.
+        """
         config = self._config
-        total = config.cell_seconds + 2 * self._seconds + _KERNEL_START_SECONDS
+        total = config.cell_seconds + 2 * self._replay_seconds + _KERNEL_START_SECONDS
         body = {
             "cells": [*self._cells, code],
             "cell_timeout": config.cell_seconds,
@@ -168,15 +174,15 @@ class FusionSession:
             "files": self._files,
             "fetch_files": [],
         }
-        began = time.monotonic()
-        answer = self._client.post("/run_jupyter", body, total)
-        seconds = time.monotonic() - began
+        answer, waited = self._client.post("/run_jupyter", body, total)
+        with_replay = _run_seconds(_object(answer.get("driver")), waited)
+        seconds = max(0.0, with_replay - self._replay_seconds)
         cells = answer.get("cells")
         if answer.get("status") != "Success" or not isinstance(cells, list) or len(cells) != len(self._cells) + 1:
             return CellResult(error=self._driver_error(answer), seconds=seconds)
         result = self._read(_object(cells[-1]), seconds)
         self._cells.append(code if result.error is None else _guarded(code))
-        self._seconds += seconds
+        self._replay_seconds = with_replay
         return result
 
     def close(self) -> None:
@@ -237,6 +243,12 @@ def _checked_image(encoded: str, max_pixels: int) -> list[bytes]:
     file = io.BytesIO()
     picture.save(file, "PNG", compress_level=1)
     return [file.getvalue()]
+
+
+def _run_seconds(result: Json, waited: float) -> float:
+    """Return how long the code ran by the server's clock; where that says nothing, how long its answer took."""
+    told = result.get("execution_time")
+    return float(told) if isinstance(told, int | float) and 0.0 <= told <= waited else waited
 
 
 def _object(value: Any) -> Json:

@@ -103,7 +103,7 @@ class Interpreter:
         self._requests = 0
         self._ended = False
         self._lock = threading.Lock()  # of the process descriptor
-        self._base_bytes = usage_of(pid, config.processes).private_bytes
+        self._base_bytes = usage_of(pid, config.processes).memory_bytes
         channel.setblocking(False)
         os.set_blocking(output, False)
 
@@ -183,7 +183,7 @@ class Interpreter:
             return Ending.PROCESSES
         base = self._base_bytes * max(1, usage.processes)
         most = base + int((self._config.memory_mib << 20) * _MEMORY_SLACK) + _COPIED_BYTES
-        return Ending.MEMORY if usage.private_bytes > most else None
+        return Ending.MEMORY if usage.memory_bytes > most else None
 
     def _rest(self) -> Ending:
         """Look what the cell left behind, then stop the process until the next one."""
