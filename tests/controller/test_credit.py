@@ -15,6 +15,7 @@ from vrl.protocol.columns import (
     LOSS_MASK,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
+    RETURNS,
     ROLLOUT_LOG_PROBS,
     SUM_PI_SQUARED,
     TOKEN_LEVEL_REWARDS,
@@ -155,6 +156,18 @@ def test_gigpo_compares_turns_that_answer_the_same_state(trajectory: Callable[..
         state_ids(short)
     nothing = batch_of([trajectory("u0", turns=()), trajectory("u0", turns=(1,))], None, Meta())
     assert state_ids(nothing).tolist() == [-1, -1, -1, -1, -1, -1, 0]
+
+
+def test_the_last_row_of_a_group_that_needs_peers_gets_nothing(trajectory: Callable[..., Trajectory]):
+    uids, scores = ["u0", "u1", "u0", "u2"], [1.0, 5.0, 0.0, 7.0]
+    rows = [trajectory(uid, turns=(2, 1), score=score) for uid, score in zip(uids, scores, strict=True)]
+    batch = batch_of(rows, None, Meta())
+    batch = batch.with_columns(**{TOKEN_LEVEL_REWARDS: batch.ragged(TOKEN_LEVEL_SCORES)})
+    advantage = Advantage(get_advantage("grpo_passk"), AdvantageParams(norm_adv_by_std=False))
+    for column in (ADVANTAGES, RETURNS):
+        assert sampled(batch, advantage(batch).ragged(column).values) == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3]
+    lonely = advantage(batch.rows([1, 3]))
+    assert not lonely.ragged(ADVANTAGES).values.any()
 
 
 def test_squared_probabilities_reach_the_estimator(trajectory: Callable[..., Trajectory]):

@@ -163,7 +163,23 @@ class Advantage:
     correction: RolloutCorrectionParams | None = None  # whose importance weights to hand over
 
     def __call__(self, batch: DataProto) -> DataProto:
-        """Return the advantages and returns columns."""
+        """Return the advantages and returns columns; 0 for a row that needs peers and is the last of its group."""
+        if not self.estimator.needs_peers:
+            return self._estimate(batch)
+        group = group_numbers(batch)
+        alone = torch.bincount(group)[group] == 1
+        if not bool(alone.any()):
+            return self._estimate(batch)
+        rewards = batch.ragged(TOKEN_LEVEL_REWARDS)
+        columns = {name: torch.zeros_like(rewards.values) for name in (ADVANTAGES, RETURNS)}
+        if not bool(alone.all()):
+            found = self._estimate(batch.rows(~alone))
+            tokens = torch.repeat_interleave(~alone, rewards.lengths)
+            for name, values in columns.items():
+                values[tokens] = found.ragged(name).values
+        return DataProto({name: Ragged(values, rewards.offsets) for name, values in columns.items()})
+
+    def _estimate(self, batch: DataProto) -> DataProto:
         rewards = batch.ragged(TOKEN_LEVEL_REWARDS)
         inputs = AdvantageInputs(
             token_level_rewards=rewards.values,
