@@ -37,6 +37,7 @@ from vrl.protocol.columns import (
     VALUES,
 )
 from vrl.protocol.config.algorithm import AlgorithmConfig
+from vrl.protocol.config.names import PEER_ESTIMATORS
 from vrl.protocol.config.schema import Config
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
@@ -164,7 +165,7 @@ class Advantage:
 
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the advantages and returns columns; 0 for a row that needs peers and is the last of its group."""
-        if not self.estimator.needs_peers:
+        if self.estimator.name not in PEER_ESTIMATORS:
             return self._estimate(batch)
         group = group_numbers(batch)
         alone = torch.bincount(group)[group] == 1

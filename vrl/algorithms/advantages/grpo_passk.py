@@ -6,7 +6,7 @@ from vrl.algorithms.advantages.registry import AdvantageInputs, AdvantageOutputs
 from vrl.algorithms.segments import Groups
 
 
-@register_advantage("grpo_passk", needs_peers=True)
+@register_advantage("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs, params: AdvantageParams) -> AdvantageOutputs:
     """(best - second best) / (group std + eps) for the best row of each group, 0 for all others and for ties.
 

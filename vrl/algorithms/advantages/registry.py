@@ -120,7 +120,6 @@ class AdvantageEstimator:
     needs_state_ids: bool
     needs_reward_components: bool
     needs_sum_pi_squared: bool
-    needs_peers: bool
 
     def __call__(self, inputs: AdvantageInputs, params: AdvantageParams) -> AdvantageOutputs:
         """Raises ValueError when an input that this estimator needs is missing, or rows do not suit it."""
@@ -163,12 +162,10 @@ def register_advantage(
     needs_state_ids: bool = False,
     needs_reward_components: bool = False,
     needs_sum_pi_squared: bool = False,
-    needs_peers: bool = False,
 ) -> Callable[[Compute], Compute]:
     """Decorator that makes a function available as `adv_estimator=name`. A name taken twice is a ValueError.
 
     Each flag names an input that a call without it is refused for; sum_pi_squared brings old_log_probs along.
-    `needs_peers` refuses a row alone in its group: in a run it gets advantage 0, for its peers have failed.
     """
 
     def register(compute: Compute) -> Compute:
@@ -183,7 +180,6 @@ def register_advantage(
             needs_state_ids=needs_state_ids,
             needs_reward_components=needs_reward_components,
             needs_sum_pi_squared=needs_sum_pi_squared,
-            needs_peers=needs_peers,
         )
         return compute
 

@@ -13,6 +13,7 @@ ADV_ESTIMATORS = (
 )
 VALUE_ESTIMATORS = frozenset({"gae", "bi_level_gae"})  # need a critic
 GROUP_ESTIMATORS = frozenset(ADV_ESTIMATORS) - VALUE_ESTIMATORS - {"remax", "reinforce_plus_plus"}  # compare samples
+PEER_ESTIMATORS = frozenset({"grpo_passk"})  # refuse a row alone in its group: it gets no advantage
 # Give a group of equal rewards advantage 0, and other groups what they had without it (gpg: up to a factor). Others
 # compare turns or parts of the score, or whiten over the batch.
 ZERO_VARIANCE_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg")
