@@ -104,7 +104,7 @@ class PaddedLoop:
 
     def __init__(self, folder: Path, rows: DataProto) -> None:
         self.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=OPTIM.lr, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=OPTIM.lr, fused=True)
         self.columns = [_padded(rows.ragged(name)) for name in (INPUT_IDS, OLD_LOG_PROBS, ADVANTAGES, LOSS_MASK)]
         lengths = rows.ragged(INPUT_IDS).lengths
         self.attention = (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long()
@@ -123,7 +123,7 @@ class BareLoop:
 
     def __init__(self, folder: Path, rows: DataProto) -> None:
         self.policy = load_policy(folder, torch.float32, gradient_checkpointing=False)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=OPTIM.lr, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=OPTIM.lr, fused=True)
         self.packed = Packer(None, needs_positions=False).pack(rows, torch.device("cpu"))
         self.columns = [rows.ragged(name).values[1:] for name in (OLD_LOG_PROBS, ADVANTAGES, LOSS_MASK)]
 
