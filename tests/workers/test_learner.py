@@ -15,6 +15,7 @@ from torch import nn
 from tests.workers.invariance import (
     ADAPTERS,
     FEW,
+    FIVE,
     GROUPS,
     MERGED,
     WAYS,
@@ -50,7 +51,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
     folders = {kind: build_tiny(kind, root) for kind in KINDS}
     out: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in KINDS}
     for world in (1, 2, 4):
-        ways = [way for way in (WHOLE, *WAYS, *GROUPS, *FEW, MERGED, *ADAPTERS) if way.world == world]
+        ways = [way for way in (WHOLE, *WAYS, *GROUPS, FIVE, *FEW, MERGED, *ADAPTERS) if way.world == world]
         chosen = folders if world < 4 else {"qwen2": folders["qwen2"]}
         for kind, found in run_ways(chosen, world, ways, root / f"world{world}.json").items():
             out[kind] |= found
@@ -144,7 +145,7 @@ def test_the_page_in_the_docs_has_all_ways_within_the_bound(everything: dict[str
     if os.environ.get("VRL_WRITE_TABLES"):
         PAGE.write_text(table(everything))
     rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if re.match(r"\| .*e[-+]\d\d", line)]
-    ways = [*WAYS, *GROUPS, *ADAPTERS]
+    ways = [*WAYS, *GROUPS, *FEW, *ADAPTERS]
     names = [way.name for measured in everything.values() for way in ways if way.name in measured]
     assert [row[0].strip() for row in rows] == names
     assert all(figure.strip() == "-" or float(figure) < BOUND for row in rows for figure in row[1:])
