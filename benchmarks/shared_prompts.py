@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.training import compare, free_port, learner_of, objective, place, ratio, rows_of
 from benchmarks.training import model_folder as folder_in
 from vrl.models.packing import PackedBatch
-from vrl.models.policy import CausalPolicy
 from vrl.protocol.columns import INPUT_IDS, LOSS_MASK
 from vrl.protocol.dataproto import DataProto
 from vrl.protocol.ragged import Ragged
@@ -36,7 +35,7 @@ def prompts_in_turn(responses: Sequence[int]) -> DataProto:
     return DataProto({**rows.columns, INPUT_IDS: Ragged.from_rows(ids, torch.int64)})
 
 
-def log_probs(policy: CausalPolicy, packed: PackedBatch, rows: DataProto) -> list[Tensor]:
+def log_probs(policy: nn.Module, packed: PackedBatch, rows: DataProto) -> list[Tensor]:
     """Return the log-probs of sampled tokens."""
     return [policy(packed, positions=rows.ragged(LOSS_MASK).values).log_probs]
 

@@ -380,7 +380,7 @@ def main() -> None:
         if kind == "peak":
             peak_log_probs(given[0], *map(int, given[1:]))
         elif kind == "rank":
-            sequence_rank(*map(int, given[:3]), given[3])
+            sequence_rank(int(given[0]), int(given[1]), int(given[2]), given[3])
         else:
             {"packed": part_packed, "advantages": part_advantages}[kind](int(given[0]))
         return

@@ -40,8 +40,9 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2 * 2**30)
     ROLE_CLASSES["echo"] = Echo
     processes = object.__new__(ProcessGroup)  # without learners and engine: only the calls are measured
-    processes.handles = [ray.remote(Echo).options(num_cpus=0.5).remote() for _ in range(2)]
-    group = WorkerGroup(processes, "echo", 1)
+    handles: list[Any] = [ray.remote(Echo).options(num_cpus=0.5).remote() for _ in range(2)]
+    processes.handles = handles
+    group = WorkerGroup(processes, "echo", 1, share_prompts=False)
     whole = make_batch(int(sys.argv[2]))
     stored = ray.put(whole)
     cases = {

@@ -24,6 +24,7 @@ RowIndex = npt.NDArray[np.int64]
 Rows = slice | Sequence[int] | Tensor | npt.NDArray[Any]
 Columns = Mapping[str, Tensor | Ragged]
 Objects = Mapping[str, ObjectArray]
+_FROZEN = (MappingProxyType, RowRun)  # mappings that nobody writes to
 WireColumn = tuple[npt.NDArray[Any], bool, bool]  # memory, is bfloat16, is per token
 
 
@@ -73,8 +74,7 @@ class DataProto:
         """Build from parts of batches that were checked before: checks cost more than choosing rows."""
         new = object.__new__(cls)
         for name, value in (("columns", columns), ("objects", objects), ("blobs", blobs)):
-            frozen = isinstance(value, MappingProxyType | RowRun)
-            object.__setattr__(new, name, value if frozen else MappingProxyType(value))
+            object.__setattr__(new, name, value if isinstance(value, _FROZEN) else MappingProxyType(value))
         object.__setattr__(new, "meta", meta)
         return new
 
