@@ -11,6 +11,8 @@ import torch
 
 from benchmarks.peer_sides.rounds import Case, private_stdout, serve, versions
 from benchmarks.protocol import make_batch
+from vrl.controller.calls import Calls
+from vrl.controller.resource_pool import PoolSpec, ResourcePool
 from vrl.controller.worker_group import ProcessGroup, WorkerGroup
 from vrl.protocol.columns import OLD_LOG_PROBS
 from vrl.protocol.dataproto import DataProto
@@ -41,7 +43,11 @@ def main() -> None:
     ROLE_CLASSES["echo"] = Echo
     processes = object.__new__(ProcessGroup)  # without learners and engine: only the calls are measured
     handles: list[Any] = [ray.remote(Echo).options(num_cpus=0.5).remote() for _ in range(2)]
-    processes.handles = handles
+    processes.handles, processes.calls = handles, Calls()
+    processes.pool = object.__new__(ResourcePool)
+    processes.pool.spec = PoolSpec(
+        name="echo", section="trainer", ranks_per_node=2, nodes=1, gpus=False, cpus_per_rank=1
+    )
     group = WorkerGroup(processes, "echo", 1, share_prompts=False)
     whole = make_batch(int(sys.argv[2]))
     stored = ray.put(whole)
