@@ -99,11 +99,18 @@ def reward_shaping(config: Config) -> tuple[Shaping, ...]:
 
 def shaped_row_sums(rows: DataProto, shaping: Sequence[Shaping]) -> Tensor:
     """Return float64 `[B]`: the shaped score of each row, as `Rewards` gives it to the rows of a step without a KL."""
-    scores = rows.ragged(TOKEN_LEVEL_SCORES)
+    rewards, _ = _shaped(rows, shaping)
+    return row_sums(DataProto({TOKEN_LEVEL_REWARDS: rewards}), TOKEN_LEVEL_REWARDS)
+
+
+def _shaped(rows: DataProto, shaping: Sequence[Shaping]) -> tuple[Ragged, dict[str, float]]:
+    """Return the scores of all tokens after every shaping, and what those report."""
+    scores, metrics = rows.ragged(TOKEN_LEVEL_SCORES), dict[str, float]()
     rewards = scores.values
     for shape in shaping:
-        rewards, _ = shape(rows, rewards)
-    return row_sums(DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)}), TOKEN_LEVEL_REWARDS)
+        rewards, found = shape(rows, rewards)
+        metrics |= found
+    return Ragged(rewards, scores.offsets), metrics
 
 
 @final
@@ -127,14 +134,10 @@ class Rewards:
 
     def __call__(self, batch: DataProto) -> DataProto:
         """Return the rewards column; `metrics` then holds what shaping did, this step's KL and its coefficient."""
-        scores, self.metrics = batch.ragged(TOKEN_LEVEL_SCORES), {}
-        rewards = scores.values
-        for shape in self._shaping:
-            rewards, metrics = shape(batch, rewards)
-            self.metrics |= metrics
+        rewards, self.metrics = _shaped(batch, self._shaping)
         if self._on:
-            rewards = self._less_kl(batch, rewards)
-        return DataProto({TOKEN_LEVEL_REWARDS: Ragged(rewards, scores.offsets)})
+            rewards = Ragged(self._less_kl(batch, rewards.values), rewards.offsets)
+        return DataProto({TOKEN_LEVEL_REWARDS: rewards})
 
     def restore(self, beta: float) -> None:
         """Go on from a checkpoint's KL coefficient where it adapts; a fixed one is that of the settings."""

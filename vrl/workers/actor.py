@@ -259,7 +259,6 @@ def _log_probs(
         )
         return [x for x in (outputs.log_probs, outputs.entropy, outputs.sum_pi_squared) if x is not None]
 
-    columns, seconds = learn.infer(
-        batch, run, limits
-    )  # no column on a rank without rows, which still ran the collectives
+    # No column on a rank without rows, which still ran the collectives.
+    columns, seconds = learn.infer(batch, run, limits)
     return DataProto(dict(zip(names, columns, strict=True)) if columns else {}, meta=timed(call, seconds))
